@@ -202,6 +202,7 @@ def adam8bit(
     mu_scale, nu_scale = scales_of(new_mu, new_nu, largest)
     mu_code = encode_mu(new_mu, _four_over(spread(mu_scale)), bits(0))
     nu_code = encode_nu(new_nu, _four_over(spread(nu_scale)), bits(1))
+    # Encoded again, the old moments would be rounded stochastically and so would change.
     mu_code, nu_code = unless_skipped(s.skip, (old.mu, old.nu), (mu_code, nu_code))
     return Blocks8bit(param, mu_code, nu_code, mu_scale, nu_scale)
 
@@ -333,6 +334,7 @@ def _rows(x: jax.Array, missing_value: int = 0) -> jax.Array:
     block = block_of(x.size)
     missing = num_blocks(x.size) * block - x.size
     flat = x.reshape(-1)
+    # The values added decode to almost 0, so that they do not raise the last block's scale.
     if missing:
         flat = jnp.pad(flat, (0, missing), constant_values=missing_value)
     return flat.reshape(-1, block)

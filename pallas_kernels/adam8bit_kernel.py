@@ -151,6 +151,8 @@ def _update(
             f"adam8bit: a leaf of {param.size} elements is not a multiple of 128 and "
             f"larger than {mosaic.MAX_FLAT}, the limit of 32-bit offsets; use impl='xla'"
         )
+    # Tiles of a matrix are addressed by the number of their row, so that only the flat view has
+    # the limit of 32-bit offsets.
     view = (param.size,) if tiles.tail else (rows, block)
     state = (param.reshape(view), moments.mu.reshape(view), moments.nu.reshape(view))
     state = (*state, moments.mu_scale, moments.nu_scale)

@@ -210,6 +210,8 @@ class _Call:
         tables = None
         if seen.layout is not None:
             tables = _tables(_Layout.of(seen, heads, queries, keys, positions is not None))
+        # Keys that fill the last tile are hidden by segment -1 (`padded_integers`). A causal mask
+        # over as many keys as queries hides them anyway.
         hidden_by_order = seen.causal and positions is None and queries == keys
         form = Form(
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
@@ -277,6 +279,8 @@ class _Layout:
             )
         if not has_positions:
             query, key = (np.arange(n) * BLOCK for n in wanted)
+            # The distances in a pair of blocks differ from that of their first tokens by at most
+            # BLOCK - 1.
             distance = query[:, None] - key[None]
             if seen.causal:
                 layout = layout & (distance > -BLOCK)
@@ -284,6 +288,8 @@ class _Layout:
                 layout = layout & (distance < seen.window + BLOCK - 1)
                 if not seen.causal:
                     layout = layout & (-distance < seen.window + BLOCK - 1)
+        # `tables_of` takes whole tiles of blocks. The added blocks are not visible, so that no
+        # table lists them.
         layout = np.pad(layout, [(0, 0), *((0, -n % PARTS) for n in wanted)])
         return cls(layout.tobytes(), layout.shape)
 
@@ -367,7 +373,9 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     dtype, rows = operands[0].dtype, operands[0].shape[0]
     arrays = tuple(map(_padded, (*operands, slope.astype(dtype))))
+    # The weights of such a query are exp2(score - inf) = 0.
     log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum)
+    # Queries that fill the last tile get weights 0, too.
     sums = (_padded(log_sum, fill=jnp.inf), _padded(turned))
     sums = tuple(jnp.moveaxis(x, 2, 1).astype(jnp.float32) for x in sums)
     given = call.padded_integers(integers, rows)

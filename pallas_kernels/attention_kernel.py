@@ -76,6 +76,7 @@ def forward(
     rows = query.shape[0]
     tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
     names = sorted(integers)
+    # The barrier waits for all copies of one turn: keys, values and the integers of keys.
     copies = (2 + _num_of_keys(names)) * _copies(form)
     return _run(
         functools.partial(_forward_body, form, names),
@@ -265,6 +266,7 @@ def _forward_body(form: Form, names: Sequence[str], *refs: KernelRef) -> None:
         scores = scores if seen is None else jnp.where(seen, scores, HIDDEN)
         after = jnp.maximum(greatest, scores.max(axis=1))
         weights = jnp.exp2(scores - _by_row(after))
+        # HIDDEN is finite: as long as a query has seen no key, exp2(HIDDEN - HIDDEN) is 1.
         weights = weights if seen is None else jnp.where(seen, weights, 0.0)
         shrink = jnp.exp2(greatest - after)
         mixed = _times(weights.astype(value.dtype), values, mine.shape, spare)
@@ -274,8 +276,10 @@ def _forward_body(form: Form, names: Sequence[str], *refs: KernelRef) -> None:
     start = _full(mine.shape, 0.0), _full((TILE,), HIDDEN), _full((TILE,), 0.0)
     count = _turns(form, table, place, form.key_tiles)
     total, greatest, weight = lax.fori_loop(0, count, step, start)
+    # Of a query that has seen no key, total is 0: divided by 1 it stays 0, and is not NaN.
     some = weight > 0.0
     weight = jnp.where(some, weight, 1.0)
+    # The queries are no longer needed, so their memory takes the result.
     mine[...] = (total / _by_row(weight, form.head_dim)).astype(query.dtype)
     number[...] = jnp.where(some, (greatest + jnp.log2(weight)) / LOG2E, -jnp.inf)
     _store([(mine, place.of(out)), (number, place.of_sums(log_sum))])
@@ -326,6 +330,8 @@ def _key_body(form: Form, names: Sequence[str], *refs: KernelRef) -> None:
     _plgpu().barrier_wait(loaded)
     rows = _of_rows(integers, "key", place)
 
+    # One program adds the query heads that share its key head, so that no two programs add to one
+    # gradient.
     def of_head(member: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         here = place.for_head(place.head * form.group + member)
 
@@ -355,6 +361,7 @@ def _key_body(form: Form, names: Sequence[str], *refs: KernelRef) -> None:
     by_key, by_value = lax.fori_loop(0, form.group, of_head, start)
     wide[...] = by_key * form.scale
     _store([(wide, place.of(of_key))])
+    # `_store` has waited for its copy, so that `wide` is free again.
     wide[...] = by_value
     _store([(wide, place.of(of_value))])
 

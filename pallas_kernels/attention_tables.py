@@ -172,6 +172,7 @@ class Form:
                 first = divide(most(tile * TILE - (self.window - 1), 0), TILE)
                 if not self.causal:
                     last = least(last, self._end_of_window(tile, divide))
+        # With fewer keys than queries, a window can begin after the last key.
         return first, most(last - first, 0)
 
     def query_tiles(self, tile: jax.Array | int, ops: Operations | None = None) -> tuple[Any, Any]:

@@ -111,6 +111,7 @@ AVERAGE_RATE = "average_rate"
 """Name of the additional scalar of a rule made by `averaging`."""
 
 
+# Cached, because scalars are checked by `isinstance`: a rule must always get the same class.
 @functools.cache
 def averaging_scalars(scalars: Any) -> Any:
     """Builds a NamedTuple class with the fields of `scalars`, and `AVERAGE_RATE` at the end."""

@@ -24,6 +24,7 @@ def gradient_stats(updated: Blocks, read: Blocks, s: StatsScalars) -> Values:
     """
     (grad,) = read
     scaled = grad * s.gradient_scale
+    # Also False for NaN.
     is_finite = jnp.abs(grad) < jnp.full_like(grad, jnp.inf)
     bad = jnp.where(is_finite, jnp.zeros_like(grad), jnp.ones_like(grad))
     return Values(sums=(scaled * scaled, bad))

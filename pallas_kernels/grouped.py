@@ -69,10 +69,13 @@ def visits_of(segments: Segments, groups: int, rows: int, tile: int) -> Visits:
     # No bisection, which is a loop of many small kernels on a GPU.
     of = jnp.searchsorted(ends, visit, side="right", method="compare_all").astype(jnp.int32)
     needed = of < start.shape[0]
+    # Unused visits read the last segment here; `needed` replaces what they read.
     of = jnp.minimum(of, start.shape[0] - 1)
+    # `ends - tiles` is the number of the segment's first visit.
     here = first_tile[of] + visit - (ends - tiles)[of]
     first = jnp.maximum(start[of] - here * tile, 0)
     last = jnp.minimum(start[of] + count[of] - here * tile, tile)
+    # The visits of a group end with those of its last segment.
     begin = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[each - 1 :: each]])
     group, here, first, last = (
         jnp.where(needed, x, 0).astype(jnp.int32) for x in (of // each, here, first, last)
@@ -265,6 +268,7 @@ def _matrices_in_a_loop(rows: jax.Array, slopes: jax.Array, visits: Visits) -> j
 
     def one(visit: jax.Array, total: jax.Array) -> jax.Array:
         top, mine = visits.tile[visit] * STEP, _mine(visits, visit, STEP)
+        # Both sides are masked: rows of no group may be NaN, and 0 x NaN is NaN.
         left, right = (jnp.where(mine, _tile_at(x, top, STEP), 0) for x in (rows, slopes))
         found = jnp.matmul(left.T, right, preferred_element_type=total.dtype)
         return total.at[visits.group[visit]].add(found)

@@ -260,6 +260,8 @@ def _summed(
             plgpu.barrier_wait(barrier.at[slot])
             multiply(sums, slot, step)
             plgpu.wgmma_wait(1)  # the previous step's product has read its tiles
+            # This refills the slot of the previous step; the first steps were brought before the
+            # loop.
             ahead = step - 1 + BUFFERS
 
             @pl.when((step > 0) & (ahead < steps))

@@ -190,6 +190,7 @@ def fused_update(
         interpret=interpret,
     )
     results = kernel(*refs, *flat, packed, *seeds, *prepared)
+    # With a tail, the kernel writes its outputs into the prepared arrays, and returns only sums.
     found = [jax.freeze(ref) for ref in prepared] or results[: len(outputs)]
     sums = [
         jnp.sum(x.reshape(shape[0], -1), axis=1) if by_row else jnp.sum(x)

@@ -115,6 +115,7 @@ def _ahead(beta: float, count: ArrayLike, nesterov: bool) -> tuple[jax.Array, ja
     if not nesterov:
         return _float32(1 / _correction(beta, count), 0.0)
     now, later = _correction(beta, count), _correction(beta, count + 1)
+    # As in optax, the moment is corrected as of the next update, and the gradient as of this one.
     return _float32(beta / later, (1 - beta) / now)
 
 

@@ -207,6 +207,7 @@ def lamb_moments(updated: Blocks, read: Blocks, s: AdamScalars) -> Values:
     new_mu, new_nu = new_moments(mu, nu, grad * s.gradient_scale, s)
     direction = adam_direction(param, new_mu, new_nu, s)
     kept = unless_skipped(s.skip, updated, (new_mu, new_nu))
+    # In a skipped step the sums may be NaN: `lamb_apply` then ignores the ratio.
     return Values(updated=kept, sums=(param * param, direction * direction))
 
 

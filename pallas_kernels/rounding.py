@@ -63,6 +63,7 @@ def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> Any:
     # A bfloat16 is the upper half of a float32; a carry out of the lower half rounds it up.
     kept = (raw + bits) & _like(raw, 0xFFFF0000)
     rounded = lax.bitcast_convert_type(kept, jnp.float32)
+    # The mask could turn a NaN into an infinity, and a carry could turn it into -0.
     return jnp.where(jnp.abs(x) < jnp.full_like(x, jnp.inf), rounded, x)
 
 

@@ -107,6 +107,8 @@ def read_facts(
     axes = {one.name: axes_of(one.group, plan.mesh) for one in collectives}
     rows = [_collective_facts(one, axes[one.name], nodes) for one in collectives]
     copies, names = find_host_copies(program), _Names(program)
+    # What arrays collectives send is read only if it is asked for: it needs the lines of the
+    # sources.
     sent = {}
     if lines is not None:
         arrays = read_sent(program, collectives, axes, plan)
@@ -162,6 +164,8 @@ def _collective_facts(one: Collective, axes: str, nodes: Sequence[int]) -> Facts
         "of_attention": SCOPE in one.op_name,
         "of_matrices": MATRICES in one.op_name,
         "crosses_nodes": len({nodes[index] for index in one.group}) > 1,
+        # The number in the node is that of the first device; `network_share` takes it for all of
+        # them.
         "group": [len(one.group), sum(nodes[i] == nodes[one.group[0]] for i in one.group)],
         "times": one.times,
         "payload_bytes": one.payload_bytes,

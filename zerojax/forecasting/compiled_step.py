@@ -98,6 +98,7 @@ class Forecast(ForecastNumbers):
 
     def _repr_html_(self) -> str:
         page = self.page()
+        # The verdict stands below the head of the page, whose first lines say what was forecast.
         verdict = next(line for line in page.splitlines() if line.startswith(VERDICTS))
         return as_details(verdict, page)
 
@@ -205,6 +206,7 @@ def forecast_step(
     else:
         mesh = meshes.make_abstract_mesh(settings, count, gpu=card)
     moved, targets = with_rungs(plan.remake(mesh)), None
+    # A step that reads pages runs several programs in a loop, and a compiler sees one at a time.
     counted = streamed_from_host(moved) if _reads_pages(moved) else moved
     if why is None and counted.settings.offload.on_host:
         # A mesh of absent devices has no host memory, so the step is traced on an abstract mesh.
@@ -230,6 +232,7 @@ def _over_axes(plan: Plan, mesh: Mesh | AbstractMesh) -> Plan:
     """Moves a plan to an abstract mesh with the same axes; keeps the choices that were made for the
     plan's devices."""
     remade = plan.remake(mesh.abstract_mesh)
+    # The choices depend on the devices and their compiler, and an abstract mesh has neither.
     changes = {"program": plan.program, "reasons": plan.reasons, "ladder": plan.ladder}
     return dataclasses.replace(remade, **changes)
 
@@ -274,6 +277,8 @@ def _make_forecast(
     first = _of_program(
         step, plan, gpu, sent=wire_bytes(plan), with_contents=with_contents, **options
     )
+    # A 1-bit optimizer has a second program after its warm-up; both must fit, so both are
+    # compiled. Only the second one sends signs.
     if not isinstance(step, TwoPrograms):
         return first
     sent = compressed_bytes(plan.placement, plan.precision)
@@ -309,9 +314,12 @@ def _of_program(
         say("lowering")
         with lines_in_programs() if with_contents else contextlib.nullcontext():
             lowered = traced.lower() if devices is None else compile_client.lower_for_gpus(traced)
+        # The text has no lines of sources: an edit that only moves lines must not compile again.
         key = cache_key(counted, gpu, fast, program=lowered.as_text())
         facts = forecast_cache.load(key)
         lines = digest_of_lines(lowered) if with_contents else None
+        # The cached facts may be of a run that asked for no contents, or of sources with other
+        # lines.
         if facts is None or (
             with_contents and (facts.get("lines") != lines or "largest" not in facts)
         ):
@@ -341,6 +349,7 @@ def _of_program(
 
 def _work_of(plan: Plan, jaxpr: Jaxpr, sent: int) -> _Work:
     return _Work(
+        # The traced step has the FLOPs of the whole mesh, but every other number is of one device.
         flops=count_program_flops(jaxpr) / plan.mesh.size,
         eight_bits=eight_bit_share(jaxpr),
         attention_bytes=attention_wire_bytes(jaxpr, plan.mesh.shape),
@@ -393,6 +402,8 @@ def _assemble(
     folder = plan.settings.offload.folder
     at_best = None
     if facts is not None:
+        # Which transfers nothing hides is asked at the published peaks here, as the bound below
+        # uses them.
         at_best = replay_at(facts, published_rates(gpu), mesh, dtype, folder=folder)
     traffic = find_traffic(
         plan,
@@ -435,6 +446,8 @@ def _assemble(
         memory=memory,
         traffic=traffic,
         offload=offload,
+        # The bound and the expected time differ in their rates; `_expected` replays the schedule
+        # again.
         estimate=dataclasses.replace(least, expected=_expected(plan, gpu, facts, least, offload)),
         verdict=verdict(plan, gpu, memory),
         remarks=(
@@ -523,6 +536,8 @@ def _unmeasured(plan: Plan, gpu: Gpu) -> tuple[str, ...]:
 def _remarks(facts: Facts) -> Iterator[str]:
     """Yields remarks on differences between the compiled program and a run on real GPUs."""
     if facts["by_cublas"]:
+        # The compile-only client has no GPU on which to measure, so it cannot choose as the GPU
+        # does.
         yield (
             "all products are compiled for cuBLAS, because Triton has no kernel for one of "
             "them; the "
@@ -610,6 +625,7 @@ def _roles(
       batch: bytes of a device's rows of the batch.
     """
     if found is None:
+        # The state is known exactly from the plan; only the rest needs the compiler's report.
         found = {role: formula[role] for role in STATE_ROLES if role in formula}
         found |= {"batch": batch, "temporary": use.temporary}
         found["other"] = use.peak - sum(

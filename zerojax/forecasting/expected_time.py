@@ -72,6 +72,7 @@ def expected_time(
     found = replay_at(facts, reached, mesh, dtype, folder=folder)
     if found is None or not found.seconds:
         return None
+    # The program contains the update's copies, and these cannot hide the files of the pass.
     passes = max(found.seconds - link_after, 0.0)
     seconds = found.seconds + max(disk_in_pass - passes, 0.0) + max(disk_after - link_after, 0.0)
     kinds: dict[str, float] = collections.defaultdict(float)
@@ -81,6 +82,7 @@ def expected_time(
         seconds=seconds,
         product_seconds=kinds[PRODUCT],
         attention_seconds=kinds[ATTENTION],
+        # What is neither a product nor attention is bound by memory: fusions and copies.
         memory_seconds=found.busy - kinds[PRODUCT] - kinds[ATTENTION],
         wire_seconds=found.waited_for(COLLECTIVE),
         host_seconds=found.waited_for(HOST_COPY),
@@ -115,9 +117,12 @@ def _seconds_of_kernel(reached: Achieved, dtype: str) -> Callable[[list[Any]], f
         _, kind, times, flops, eight_bits, moved, keys, _ = entry
         peak = reached.card.peak_flops(dtype, eight_bits)
         assert peak is not None
+        # A call with few keys per query does too little work to reach the rate of long sequences.
         share = reached.attention_share(keys) if kind == ATTENTION else 1.0
+        # Other kernels are fusions, whose reached bandwidth was measured apart from plain copies.
         is_plain = kind in (COPY, PRODUCT, ATTENTION)
         bandwidth = reached.card.memory_bandwidth if is_plain else reached.fusion_bandwidth
+        # The launch is inside the product: a kernel in a loop is launched in every iteration.
         return times * (max(flops / (peak * share), moved / bandwidth) + reached.launch_seconds)
 
     return seconds
@@ -162,6 +167,7 @@ def collective_seconds(one: Facts, card: Gpu, mesh: Mapping[str, int]) -> float:
 def _items(found: Replayed, facts: Facts) -> Sequence[ExpectedItem]:
     """Returns the longest items of a step, the longest first: kernels by their name, and waiting
     for transfers."""
+    # Kernels of different kinds may have the same line, and a person looks for the line.
     taken: dict[str, float] = collections.defaultdict(float)
     for (_, where), seconds in found.kernels.items():
         taken[facts["places"][where]] += seconds

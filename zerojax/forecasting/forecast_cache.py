@@ -55,6 +55,7 @@ def key_of(*parts: object) -> str:
     Raises:
       TypeError: a part that JSON cannot store, so that the key could not depend on it.
     """
+    # The version of the format is part of the key, so that a new format does not read old entries.
     digest = hashlib.sha256(f"zerojax forecast {FORMAT}".encode())
     for part in parts:
         if isinstance(part, bytes):
@@ -80,6 +81,7 @@ def load(key: str) -> dict[str, Any] | None:
         return None
     path = _path(folder, key)
     try:
+        # Another user who can write the file could choose the numbers on which a run is decided.
         check_private(path)
         entry = bounded_json.load(path, follow=False)
     except FileNotFoundError:
@@ -88,6 +90,7 @@ def load(key: str) -> dict[str, Any] | None:
         return _ignore(path, str(error))
     if not isinstance(entry, dict) or not isinstance(entry.get("value"), dict):
         return _ignore(path, "it is not a cache entry")
+    # A file that was cut off or copied under another name must not pass for this forecast.
     if entry.get("key") != key or entry.get("digest") != _digest(entry["value"]):
         return _ignore(path, "its content differs from what was stored")
     with contextlib.suppress(OSError):
@@ -108,8 +111,10 @@ def store(key: str, value: Mapping[str, Any]) -> None:
     folder = cache_folder()
     if folder is None:
         return
+    # The key is stored inside as well: a renamed file is then recognized.
     text = json.dumps({"key": key, "digest": _digest(value), "value": value})
     path = _path(folder, key)
+    # A cache that cannot be written costs a compilation at the next call, and no result.
     try:
         make_private(folder)
         replace_text(path, text, mode=0o600)

@@ -67,7 +67,9 @@ def round_to_sum(parts: Sequence[float], digits: int) -> list[float]:
     """
     scale = 10**digits
     total = round(sum(parts) * scale)
+    # `// 1` rounds down negative parts as well, such as aliased bytes; `int` alone rounds to zero.
     floors = [int(part * scale // 1) for part in parts]
+    # The smallest difference floor - exact is the largest remainder.
     by_remainder = sorted(range(len(parts)), key=lambda i: floors[i] - parts[i] * scale)
     for index in by_remainder[: total - sum(floors)]:
         floors[index] += 1
@@ -114,6 +116,7 @@ def _origin(forecast: ForecastNumbers) -> list[str]:
 
 def _verdict(forecast: ForecastNumbers) -> list[str]:
     verdict = forecast.verdict
+    # The order of `VERDICTS` is that of the keys here.
     word = dict(zip((True, False, None), VERDICTS, strict=True))[verdict.fits]
     more = " + activations" if verdict.fits is None else ""
     lines = [
@@ -129,7 +132,9 @@ def _verdict(forecast: ForecastNumbers) -> list[str]:
 def _bar(needed: int, limit: int, card: int) -> str:
     """Draws the GPU's memory as a line of characters: # needed, . free for JAX, | JAX's limit, x
     needed beyond the limit."""
+    # A step may need more than the whole card; the bar then shows what is needed.
     longest = max(card, needed)
+    # Even the smallest step shows one character.
     used = max(1, round(BAR * needed / longest))
     end = round(BAR * limit / longest)
     cells = [
@@ -145,6 +150,7 @@ def _memory(memory: Memory) -> list[str]:
     formulas = [row.formula or 0 for row in roles]
     largest = max(memory.peak or 0, memory.formula_peak, 1)
     unit, scale, digits = _unit(largest, BYTE_UNITS)
+    # The page must add up, also where the report of live buffers does not explain every byte.
     missing = (memory.peak or 0) - sum(sizes)
     if compiled and missing:
         sizes.append(missing)
@@ -219,6 +225,7 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
     rows: Rows = [
         ["collective", "axis", "dtype", "times", "in loops", unit, "units", *between, "hidden"]
     ]
+    # With one data shard the unit is 0 bytes, and so is what ZeRO sends.
     unit_bytes = traffic.unit or 1.0
     shown = round_to_sum([row.wire_bytes / scale for row in traffic.rows], digits)
     units = round_to_sum([row.wire_bytes / unit_bytes for row in traffic.rows], 2)
@@ -300,6 +307,7 @@ def _experts(costs: dict[str, Any] | None) -> list[str]:
 def _time(forecast: ForecastNumbers) -> list[str]:
     """Formats the expected and the shortest possible time of a step."""
     estimate, expected = forecast.estimate, forecast.estimate.expected
+    # Without a time the columns still need a unit; this one is never printed with a number.
     unit, scale, digits = _unit(estimate.expected_seconds or 1e-6, TIME_UNITS)
 
     def row(name: str, time: Estimate | Expected, seconds: float | None) -> list[str]:
@@ -349,6 +357,7 @@ def _expected(forecast: ForecastNumbers) -> list[str]:
     longest: Rows = [[f"{item.seconds / scale:,.{digits}f}", item.what] for item in expected.items]
     if longest:
         shown_parts = align_columns(longest, left=0, last_left=True)
+        # A line of the user's source can have any length.
         lines += ["  longest parts:", *(line[:WIDTH].rstrip() for line in shown_parts)]
     return lines
 
@@ -381,6 +390,7 @@ def _after_warm_up(forecast: ForecastNumbers) -> list[str]:
         return []
     programs = (forecast, forecast.compressed)
     sent = [
+        # Without a compiler only the formula knows what a program sends.
         one.traffic.formula_bytes if one.traffic.wire_bytes is None else one.traffic.wire_bytes
         for one in programs
     ]
@@ -407,6 +417,7 @@ def _repeated(forecast: ForecastNumbers) -> str:
     and idle pipeline slots); "" if there are none."""
     estimate = forecast.estimate
     again = 1 - estimate.model_flops / estimate.flops if estimate.flops else 0.0
+    # A share up to this prints as 0 %.
     if not estimate.model_flops or again <= 0.005:
         return ""
     if forecast.plan["pipeline"] is None:
@@ -428,6 +439,7 @@ def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
     if estimate.step_seconds is None:
         return [["step", "-", "the GPU has no published peak for this dtype"]]
     exposed, offload_seconds = estimate.exposed_wire_seconds, estimate.offload_seconds
+    # The rows must add up to the step, so what is left is the time in which the device is busy.
     busy = estimate.step_seconds - exposed - offload_seconds
     shown = round_to_sum([busy / scale, exposed / scale, offload_seconds / scale], digits)
     total = f"{sum(shown):,.{digits}f}"
@@ -479,8 +491,10 @@ def _rates(time: Estimate | Expected) -> str:
 def _notes(forecast: ForecastNumbers) -> list[str]:
     gpu = forecast.gpu
     notes = list(forecast.remarks)
+    # A source begins with the name of the field that it supports, which the page does not need.
     notes += [f"card: {source.partition(': ')[2] or source}" for source in gpu.sources]
     has_files = forecast.offload is not None and forecast.offload.machine_disk > 0
+    # An assumed rate of a disk matters only if the run has files.
     assumed = [x for x in gpu.assumptions if has_files or not x.startswith("disk_gb_per_s:")]
     notes += [f"assumed: {assumption}" for assumption in assumed]
     notes += [
@@ -548,6 +562,7 @@ def offload_section(forecast: ForecastNumbers) -> list[str]:
     if offload.hiding is not None:
         estimate = forecast.estimate
         tokens, step = estimate.tokens_per_second, estimate.step_seconds
+        # The number of tokens of a batch is not stored in the forecast, but their quotient is.
         lines += hiding_lines(offload.hiding, round(tokens * step) if tokens and step else None)
     return ["OFFLOAD, by formula", *(f"  {line}".rstrip() for line in lines)]
 

@@ -135,6 +135,7 @@ def generation_bounds(plan: Plan, gpu: Gpu) -> list[GenerationBound]:
         raise ValueError(f"--generation does not count stage={stages}; set mesh.stage=1")
     counter = _Counter(plan, model, gpu, mesh)
     devices = math.prod(mesh.values())
+    # Weights whole over devices of several nodes would send sums over the network in every layer.
     degrees = [n for n in DEGREES if devices % n == 0 and n <= gpu.node_devices]
     kinds = itertools.product((None, _INT8), (None, *CACHES), BATCHES)
     options = [{"quantize": q, "cache": c, "batch": b} for q, c, b in kinds]
@@ -167,7 +168,9 @@ class _Counter:
             if leaf.is_read(tied=self._tied):
                 part = whole / leaf.splits(degree)
                 read += part
+                # A device may hold more than it needs, and then nothing is missing.
                 missing[leaf.zero_axes] += max(part - whole * leaf.share, 0.0)
+        # The slowest device sets the rate, so rows are rounded up.
         rows = math.ceil(batch / self._row_shards)
         sent = [self._row("all-gather", axes, size) for axes, size in missing.items() if size]
         sent += self._sums(rows, degree, self._mesh)
@@ -205,6 +208,7 @@ class _Counter:
         parts = [(leaf, whole / leaf.splits(degree)) for leaf, whole in self._sizes(quantize)]
         read = sum(size for leaf, size in parts if leaf.is_read(tied=self._tied))
         held = sum(size for _, size in parts)
+        # Devices beyond one group of `degree` hold copies of the weights and take other rows.
         rows = math.ceil(batch / (devices // degree))
         mesh = {MODEL: degree}
         sent = self._sums(rows, degree, mesh)
@@ -228,6 +232,7 @@ class _Counter:
         width = head_dim * self._itemsize
         if kind is not None:
             width = head_dim * _CODE_BYTES + self._itemsize  # codes and their scale
+        # Heads that do not divide stay whole on every device, as their weights do in `splits`.
         own_heads = heads // degree if heads % degree == 0 else heads
         return 2 * config.num_layers * rows * config.max_seq_len * own_heads * width
 
@@ -238,6 +243,7 @@ class _Counter:
             return []
         config = self._model.config
         payload = 2 * config.num_layers * rows * config.embed_dim * self._itemsize
+        # A ring sends 2 (g-1)/g of the payload: it scatters sums, then gathers them.
         return [self._row("all-reduce", MODEL, payload * 2 * (degree - 1) / degree, mesh)]
 
     def _row(
@@ -270,6 +276,7 @@ class _Counter:
     ) -> GenerationBound:
         held_bytes = round(held + cache_bytes)
         reading = (read + cache_bytes) / self._gpu.memory_bandwidth
+        # Sending may overlap with reading, so the bound is the longer one and not the sum.
         seconds = max(reading, math.fsum(row.wire_bytes / rate for row, rate in sent))
         return GenerationBound(
             way=way,
@@ -287,6 +294,7 @@ class _Counter:
 
 
 def _leaves(plan: Plan) -> Iterator[_Leaf]:
+    # Frozen parameters are read in every position too, although they have no optimizer state.
     stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     for name, leaf in plan.users_placement.leaves.items():
         x = stored[name]
@@ -313,6 +321,7 @@ def generation_page(bounds: Sequence[GenerationBound], plan: Plan, gpu: Gpu) -> 
     one, many = BATCHES
     head = ("way", "weights", "cache", "reads", f"+cache {one}|{many}", "sends", "holds")
     rows = [(*head, f"ms {one}|{many}", f"tokens/s {one}|{many}")]
+    # `generation_bounds` lists the two batch sizes of each way side by side.
     for first, second in zip(bounds[::2], bounds[1::2], strict=True):
         rows.append(
             (

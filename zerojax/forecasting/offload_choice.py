@@ -88,6 +88,7 @@ def choose_offload(
     files = computed_by_process_0(lambda: files)
     search = _Choice(plan_with, asked, gpu, check, compile_plan, report)
     for fields in ({}, *OFFLOADS, *(FILES if files else ())):
+        # What is at least as far away moves at least as many bytes, so it cannot be faster.
         if search.best is None or not _moves_as_much(fields, search.best.fields):
             search.consider(fields)
     if search.best is not None:
@@ -125,6 +126,7 @@ def plan_choosing_offload(
     if gpu is None:
         why = (
             "offload.auto: nothing is offloaded, because the memory size of the devices is unknown"
+            # The memory of the card is unknown, so it cannot be asked whether a step fits.
         )
         return _with_reason(make(asked.chosen()), why)
     missing = computed_by_process_0(compile_client.missing)
@@ -168,12 +170,15 @@ class _Choice:
         """Makes these fields of `OffloadConfig` the best so far if they fit and are faster, or
         notes why not."""
         error, found = None, {}
+        # Every process must reach the calls below together, so an error of one is shared before it
+        # is raised.
         try:
             plan = self.plan_with(self.asked.chosen(**fields))
             self.check(plan)
         except ValueError as caught:
             error = caught
         why = first_text(None if error is None else str(error))
+        # A run that cannot be planned without offload has another fault, which no offload repairs.
         if why is not None and not fields:  # not a question of offload
             raise error or ValueError(why)
         if why is None:
@@ -182,6 +187,7 @@ class _Choice:
         if why is not None:
             self.ruled_out.append(f"{_name(fields)}: {why}")
             return
+        # The new choice is the faster one: `judge` rules out all that are not.
         if self.best is not None:
             self.ruled_out.append(f"{_name(self.best.fields)}: a longer step")
         self.best = _Fitting(fields, plan, _or_infinite(found["seconds"]))
@@ -192,14 +198,17 @@ class _Choice:
         """Returns {"why": reason against a plan}, or {"seconds": expected seconds of a step,
         "share": share of the optimizer's state that would fit on the device}."""
         most = math.inf if self.best is None else self.best.seconds
+        # The bound costs a plan and no compilation, so it is asked first.
         if self.best is not None and bounds_of(plan, self.gpu, 1.0).seconds >= most:
             return {"why": self.slower()}
+        # Formulas leave out activations: what does not fit by them cannot fit when it is compiled.
         bound = forecast(plan, gpu=self.gpu, why_formula="a bound rules out what cannot fit")
         if bound.verdict.fits is False:
             return {"why": _needs(bound.verdict)}
         self.report(f"compiling with {_name(fields)}")
         try:
             found = self.compile_plan(plan)
+        # A choice that the compiler rejects must not end the search for others.
         except CompileError as error:
             return {"why": str(error)}
         if not found.verdict.fits:
@@ -228,6 +237,7 @@ class _Choice:
         fields = {"opt_state": ((DEVICE, share), (HOST, round(1 - share, 2)))}
         try:
             plan = self.plan_with(self.asked.chosen(**fields))
+        # A share is an improvement of a choice that fits; without it the run can go on.
         except ValueError:
             return
         fits, seconds = computed_by_process_0(lambda: self.fits(plan, fields))
@@ -248,6 +258,8 @@ class _Choice:
         """Returns the choice with its sentence."""
         plan = best.plan
         offload = plan.settings.offload
+        # The words are of the plan, because a share of the state has replaced the fields of
+        # `best`.
         fields = {
             name: value
             for name in ("opt_state", "params", "activations")

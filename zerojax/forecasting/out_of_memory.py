@@ -75,6 +75,7 @@ def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
     """
     try:
         yield
+    # Only errors are explained: an interrupt by the user is no lack of memory.
     except Exception as error:
         asked = find_memory_request(error)
         if asked is not None:
@@ -84,12 +85,14 @@ def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
 
 def explain(error: BaseException, asked: MemoryRequest, now: RunNow, folder: Path | None) -> Page:
     """Collects the contents of the page that explains an out-of-memory error."""
+    # Everything is asked after the failure, so a run that does not fail pays nothing.
     plan, state, num_steps, step = now()
     activity = find_activity(error, asked)
     sizes, source = sizes_by_role(plan, asked, None if activity == COMPILING else step, activity)
     device = device_now()
     excess = _excess(asked, device.free)
     if activity == TRAINING_STEP:
+        # The step that failed may be the last one that was dispatched, or an earlier one.
         activity = f"{TRAINING_STEP} (number {max(num_steps, 1)} at the latest)"
     return Page(
         asked=asked,
@@ -111,6 +114,7 @@ def find_activity(error: BaseException, asked: MemoryRequest) -> str:
       The text of the innermost `allocating_for` block, or `COMPILING`.
     """
     purpose = purpose_of(error)
+    # A compilation inside a step looks like the step: only the traceback tells them apart.
     if purpose in (TRAINING_STEP, None) and (asked.by_compiler or _left_the_compiler(error)):
         return COMPILING
     return purpose or "the run"
@@ -135,6 +139,7 @@ def sizes_by_role(
     """
     sizes = {role: size for role, size in role_bytes(plan).items() if size}
     passing = sizes.get(GATHERED, 0) + sizes.get(GRADIENTS, 0)
+    # Elsewhere, as when a state is made, there are no activations to estimate.
     if activity not in (TRAINING_STEP, COMPILING):
         return sizes, "by formula, without activations"
     temporary = _compiled_temporary(plan, step)
@@ -154,6 +159,7 @@ def sizes_by_role(
 
 
 def _compiled_temporary(plan: Plan, step: Any) -> int | None:
+    # With pages a step has several programs, and `step` is none of them.
     if step is None or (plan.offload is not None and plan.offload.paged):
         return None
     try:
@@ -166,6 +172,7 @@ def _compiled_temporary(plan: Plan, step: Any) -> int | None:
 def _excess(asked: MemoryRequest, free: int | None) -> int | None:
     if asked.size is None:
         return None
+    # An unknown rest counts as none: the remedies are then sufficient in any case.
     return max(asked.size - (free or 0), 0)
 
 
@@ -175,8 +182,10 @@ def cheapest_remedies(plan: Plan, sizes: Mapping[str, int], excess: int | None) 
     needed = sum(sizes.values())
     found: dict[str, Remedy] = {}
     for remedy in all_remedies(plan, gpu_of_device(device_kind()), dict(sizes)):
+        # A remedy without a price needs more devices, which this run does not have.
         if remedy.price is None or (remedy.saving or 0) < SMALL * needed:
             continue
+        # Words are settings such as `mesh.zero=2`, and only one value of a setting can be used.
         key = remedy.words.partition("=")[0]
         # Of several values of a setting, take the first that is enough, else the largest saving.
         if key not in found or not _suffices(found[key], excess):
@@ -313,6 +322,7 @@ def device_now() -> DeviceMemory:
     """Measures the memory of the local device with the most bytes in use."""
     memory = device_memory()
     if memory["source"] == "device":
+        # A backend without a limit reports 0.
         limit = memory["limit"] or None
         free = None if limit is None else max(limit - memory["in_use"], 0)
         name = device_kind()
@@ -343,6 +353,7 @@ def largest_arrays(state: Tree, count: int = 5) -> list[LiveArray]:
         names.setdefault((leaf.dtype, leaf.shape), f"{leaf.dtype}{list(leaf.shape)}, like {name}")
     found: dict[str, LiveArray] = {}
     for array in jax.live_arrays():
+        # The run may have donated arrays whose memory is another array's now.
         if array.is_deleted():
             continue
         like = names.get((array.dtype, array.shape), f"{array.dtype}{list(array.shape)}")
@@ -354,6 +365,7 @@ def largest_arrays(state: Tree, count: int = 5) -> list[LiveArray]:
 
 
 def _shard_size(array: jax.Array) -> int:
+    # On a device there is a shard of the array, and a page speaks of one device.
     shape: tuple[int, ...] = array.sharding.shard_shape(array.shape)
     return math.prod(shape) * array.dtype.itemsize
 
@@ -392,6 +404,7 @@ class MemoryRequest:
 def find_memory_request(error: BaseException) -> MemoryRequest | None:
     """Parses the failed memory request from an error; returns None for any other error."""
     text = str(error)
+    # JAX raises one class for all errors of XLA, so only the text shows what happened.
     if not isinstance(error, MemoryError) and not any(kind in text for kind in _KINDS):
         return None
     # A quota, a limit of gRPC or of threads is "resource exhausted" as well.

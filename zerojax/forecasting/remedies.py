@@ -121,6 +121,7 @@ def find_remedies(
     remedies = list(all_remedies(plan, gpu, sizes))
     parts = [remedy for remedy in remedies if remedy.words.startswith(MICROBATCHES)]
     for remedy in remedies:
+        # Of many numbers of microbatches the page shows the smallest and the largest.
         if remedy in parts[1:-1]:
             continue
         saving, surely = remedy.saving, excess
@@ -137,6 +138,7 @@ def find_remedies(
         lines.append(f"try {remedy.words} ({saves}): {remedy.why}")
     wanted = needed / gpu.memory_bytes
     if fraction < wanted <= MOST_FRACTION:
+        # One hundredth more than needed, since the allocator leaves gaps.
         share = min(math.ceil(wanted * 100 + 1) / 100, MOST_FRACTION)
         lines.append(
             f"try XLA_CLIENT_MEM_FRACTION={share:g} in the environment of the run ({enough}): "
@@ -192,6 +194,7 @@ def _has_checkpoint(program: Jaxpr) -> bool:
 
 def _keeps_inputs_alone(program: Jaxpr) -> bool:
     """Returns whether a jaxpr has a checkpoint that saves only its inputs."""
+    # A checkpoint with a policy saves more than its inputs, so full recomputation may still save.
     return any(
         (jaxpr.is_checkpoint(equation) and equation.params.get("policy") is None)
         or any(_keeps_inputs_alone(inner) for inner in jaxpr.inner_programs(equation.params))
@@ -206,6 +209,7 @@ def _more_devices(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     what = ["no state", "optimizer state", "state and gradients", "all state"][plan.zero]
     rows = rows_at_once(plan)
     activations = _sum(sizes, "activations") if rows % 2 == 0 else 0
+    # With one row per shard, twice as many devices need half as many microbatches.
     pieces = 2 * shards * (plan.num_microbatches if rows > 1 else plan.num_microbatches // 2)
     if not pieces or plan.global_batch_size % pieces:
         return
@@ -222,12 +226,15 @@ def _higher_zero(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     moved[3] = _sum(sizes, "gathered weights")
     names = {1: "optimizer state and masters", 2: "gradients", 3: "weights"}
     saving = 0.0
+    # With one shard ZeRO has nothing to split.
     if shards == 1:
         return
     for zero in range(plan.zero + 1, 4):
+        # Savings add up: a stage also splits what the stages below it split.
         saving += moved[zero] * (1 - 1 / shards)
         parts = [names[stage] for stage in range(plan.zero + 1, zero + 1)]
         why = f"{' and '.join(parts)} also split over {shards} devices"
+        # Up to stage 2 the traffic stays the same; stage 3 gathers the weights once more.
         yield Remedy(f"mesh.zero={zero}", why, saving, 2 if zero == 3 else 0)
 
 
@@ -235,6 +242,7 @@ def _microbatches(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     rows, activations = rows_at_once(plan), _sum(sizes, "activations", PIPELINE_BUFFERS)
     if plan.pipeline is not None and plan.pipeline.schedule.name == "gpipe":
         return  # this schedule stores all microbatches, however many there are
+    # A sum of gradients exists only with several microbatches, so the first split adds it.
     extra = accumulation_bytes(plan) if plan.num_microbatches == 1 and not plan.pipeline else 0
     also = "; adds a sum of gradients" if extra > 0 else ""
     factors = [factor for factor in (2, 4, 8, 16, 32, 64) if rows % factor == 0]
@@ -262,6 +270,7 @@ def accumulation_bytes(plan: Plan) -> int:
         if leaf.frozen:
             continue
         if not leaf.access.has_whole_gradient:
+            # A shard of a gradient is replaced by its sum, so only a wider dtype adds bytes.
             total += placement.shard_elements(leaf) * (sum_bytes - replaced)
         else:
             total += whole_elements(placement, leaf) * sum_bytes
@@ -276,6 +285,8 @@ def _pipeline(plan: Plan) -> Iterator[Remedy]:
     schedule, now = layout.schedule, total_buffer_bytes(layout)
     if schedule.name == "gpipe":
         sizes = {"stages": schedule.num_stages, "microbatches": schedule.num_microbatches}
+        # The buffers of a schedule follow from its table, so the table of the other one is made
+        # here.
         table = lower(make_schedule("1f1b", **sizes), stash=layout.table.stash)
         fewer = total_buffer_bytes(dataclasses.replace(layout, table=table))
         why = "a stage then stores fewer microbatches at the same time; the bubble is the same"
@@ -294,8 +305,10 @@ def _more_stages(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     leaves = plan.placement.leaves.values()
     if plan.mesh.shape[DATA] % 2 or layers % stages or plan.num_microbatches < stages:
         return
+    # Only parameters of layers are divided by more stages.
     stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.num_slices > 1)
     half = stacked / plan.placement.num_parameters() / 2
+    # At stage 3 layers are gathered one by one, however many a device has.
     split = [] if plan.zero == 3 else ["gathered weights"]
     split += ["gradients"] * (plan.zero < 2) + list(STATE) * (plan.zero < 1)
     why = f"each device has {layers // stages} of {layers} layers; idle slots cost time"
@@ -307,6 +320,7 @@ def _remat(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     now, activations = remat_of(plan), _sum(sizes, "activations")
     if activations < SMALL * sum(sizes.values()):
         return
+    # Checkpoints of the model itself are no setting; rolled layers can save more than these.
     if now is None and plan.stacks and not _keeps_inputs_alone(plan.traced.forward.jaxpr):
         why = "layers store only their input; up to a third more FLOPs"
         yield Remedy("mesh.roll_remat=full", why, None, 4)
@@ -328,6 +342,7 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
     their weights."""
     config, in_slices = plan.settings.offload, can_slice(plan)
     state = _sum(sizes, MASTERS, OPTIMIZER, AVERAGE)
+    # Offloaded state is updated slice by slice, which not every optimizer can do.
     if in_slices and config.opt_state != HOST and config.params != NVME and state:
         # Forward and backward then read a permanent copy; at stages 1 and 2 it is in addition to
         # the weights gathered from it.
@@ -384,6 +399,7 @@ def _tensor_parallel(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Re
     model = plan.mesh.shape[MODEL]
     rules = plan.settings.rules or bound_attribute(plan.model, "tensor_parallel_rules")
     shards = plan.mesh.shape[DATA]
+    # Tensor parallelism stays inside a node, where the links are fast.
     if not rules or shards % 2 or 2 * model > gpu.node_devices:
         return
     # The batch is divided into half as many pieces: each device has twice the rows of half a layer.

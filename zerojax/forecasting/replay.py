@@ -69,6 +69,7 @@ def replay(
     """
     state = _State(kernel, transfer)
     state.run(timeline)
+    # A transfer that nothing waited for still ends within the step.
     for arrivals in state.arrivals.values():
         for index, at in arrivals:
             state.wait(index, at)
@@ -109,8 +110,10 @@ class _State:
 
     def _start(self, done: str, kind: str, index: int) -> None:
         link, seconds = self._transfer(kind, index)
+        # One link carries one transfer at a time, so a later one begins where the last one ended.
         self.free[link] = max(self.now, self.free.get(link, 0.0)) + seconds
         arrivals = self.arrivals.setdefault(done, collections.deque())
+        # Transfers of one done arrive in the order in which they started.
         arrivals.append(((kind, index), self.free[link]))
 
     def wait(self, index: tuple[str, int], at: float) -> None:
@@ -131,8 +134,10 @@ class _State:
         self.run(body)
         later = (times - 1) * (self.now - began)
         self.now += later
+        # Links and arrivals move along with the clock, or the skipped iterations would hide them.
         self.free = {link: at + later for link, at in self.free.items()}
         for arrivals in self.arrivals.values():
+            # Rotates the queue once, so that the order of arrivals stays.
             for _ in range(len(arrivals)):
                 index, at = arrivals.popleft()
                 arrivals.append((index, at + later))
@@ -145,9 +150,13 @@ class _State:
         """Runs the branch that takes longest, or the mean over layers if their shares are known."""
         costs = []
         for branch in branches:
+            # Only the cost of the branch is asked, so its clock and its transfers must not touch
+            # this one.
             alone = _State(self._kernel, self._transfer)
             alone.run(branch)
             costs.append(alone.now)
         for branch, weight in zip(branches, weights_of_branches(costs, shares), strict=True):
             if weight:
+                # Where shares are known each branch runs for its share of the layers, and a share
+                # may be below 1.
                 self._run_times(branch, weight)

@@ -99,6 +99,7 @@ def bytes_by_role(live: LiveAtPeak, plan: Plan) -> dict[str, int]:
         counts[roles.of((value.name, value.index))] += value.bytes
     counts[OTHER] += live.outputs
     counts[FRAGMENTATION] += live.fragmentation
+    # Each byte has one role; a value that is counted twice or not at all would show here.
     assert sum(counts.values()) == live.peak
     return counts
 
@@ -112,6 +113,7 @@ def argument_roles(plan: Plan) -> dict[str, str]:
     copied, of_features = plan.abstract_state.get("masters", {}), feature_parts(plan.abstract_state)
     for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_state):
         role = EXTRAS if path[0].key in of_features else _ARGUMENTS.get(path[0].key, OTHER)
+        # With master copies, `params` has both; these are the parameters that have a copy.
         if path[0].key == "params" and path[1].key in copied:
             role = STORED  # the copy that forward and backward read
         if path[0].key == "opt_state" and getattr(path[1], "name", None) == EMA:
@@ -191,6 +193,7 @@ class Roles:
             return OTHER
         origin = self._origin[value]
         if not origin:
+            # A constant has no origin; what it becomes decides.
             value = self._first_with_origin(value)
             origin = self._origin[value]
         if not origin and self._only_update_reads(value):
@@ -205,16 +208,19 @@ class Roles:
             for target, link in self._flow.targets(found)
             if link is Edge.USED
         }
+        # A constant that nothing reads is no part of the update.
         return bool(readers) and readers <= self._update
 
     def _role(self, value: Value, origin: _Origin) -> str:
         read = value in self._read
         if _Origin.WORKSPACE in origin:
             return WORKSPACE
+        # The update also uses what the model reads, such as weights; these keep the model's role.
         if value in self._update and not read:
             return UPDATE
         if origin in _MOVED_ONLY:
             role = _MOVED_ONLY[origin]
+            # A copy of weights that only the update reads, such as a cast, belongs to the update.
             return UPDATE if role == WEIGHTS and not read else role
         if read:
             return WEIGHTS if value in self._from_weights else ACTIVATIONS
@@ -233,6 +239,7 @@ class Roles:
 
     def _walk(self, value: Value) -> Iterable[Value]:
         seen, waiting = {value}, [value]
+        # The list grows while it is read, so values come in the order of their distance.
         for found in waiting:
             yield found
             for target, link in self._flow.targets(found):
@@ -259,6 +266,7 @@ class Roles:
         while waiting:
             value = waiting.pop()
             for target, link in flow.targets(value):
+                # An origin is a set that only grows, so the loop ends.
                 if link is Edge.SAME and origins[value] not in origins[target]:
                     origins[target] |= origins[value]
                     waiting.append(target)
@@ -273,7 +281,10 @@ class Roles:
         """Returns the values that the forward and backward pass compute, without values that are
         only copied."""
         flow = self._flow
+        # JAX names the operations of a differentiated function with `jvp(`, and of its transpose
+        # as well.
         named = {name for name, i in flow.instructions.items() if "jvp(" in i.op_name}
+        # Compilers drop the name of a product that they rewrite, as for cuBLAS.
         nameless = {name for name, i in flow.instructions.items() if not i.op_name}
         near = self._closure(
             (value for value in flow.values if value[0] in named),
@@ -286,6 +297,7 @@ class Roles:
         found = set()
         for value in flow.values:
             name, opcode = value[0], flow.instructions[value[0]].opcode
+            # Moves take the role of what they move, so they are no part of the model itself.
             if opcode in MOVES or not self._computes(value):
                 continue
             rewritten = name in nameless and opcode in MATMULS and value in near
@@ -303,6 +315,7 @@ class Roles:
             )
             for kind in (_Origin.PARAMETER, _Origin.BATCH)
         )
+        # What depends on the batch is an activation, even if it depends on weights too.
         return weights - batch
 
     def _find_update(self) -> set[Value]:
@@ -315,10 +328,14 @@ class Roles:
             if value in read or value in self._model:
                 continue
             for source, link in flow.sources(value):
+                # Outside of the model, an operation on a weight that is not a move is weight decay
+                # or an update.
                 if link is not Edge.SAME and self._origin[source] is _Origin.PARAMETER:
                     starts.append(value)
         return self._closure(
             starts,
+            # The walk stops at what the model reads: the new weights are not temporaries of the
+            # update.
             lambda value: [pair for pair in flow.targets(value) if pair[0] not in read],
         )
 

@@ -45,6 +45,7 @@ def members_per_node(mesh: Mapping[str, int], axis: str, node_devices: int) -> i
     names = axis.split("+")
     if any(name not in mesh for name in names):
         return 1
+    # The last axis of the mesh has neighbouring devices, so strides are counted from the back.
     ids, stride = [0], 1
     for name, size in reversed([*mesh.items()]):
         if name in names:
@@ -153,6 +154,7 @@ def estimate(
         rate.
       model_eight_bits: share of `model_flops` that are products of 8-bit floats.
     """
+    # Without a compiled program there are no collectives either, so formulas stand in for them.
     if hbm_bytes is None:
         rows = _formula_rows(
             gpu,
@@ -172,9 +174,11 @@ def estimate(
     wire = math.fsum(seconds)
     hidden = math.fsum(s * row.hidden for s, row in zip(seconds, rows, strict=True))
     busy = max(compute or 0.0, memory or 0.0)
+    # Transfers can hide only as long as the device is busy.
     exposed = max(wire - min(hidden, busy), 0.0)
     offload = 0.0
     if hiding is not None:
+        # The update comes after the pass, so nothing hides its transfers.
         offload = hiding.update_seconds + max(hiding.stream_seconds - busy - exposed, 0.0)
     step = None if compute is None else busy + exposed + offload
     return Estimate(
@@ -217,7 +221,9 @@ def _formula_rows(
     inside, between = level_bytes
     rows = (
         ("all-gather", axis, data_bytes - inside - between, everyone, None),
+        # A group of one device crosses no node.
         ("all-gather", axis, inside, 1, None),
+        # One device of each node, so that the whole of these bytes crosses nodes.
         ("all-gather", axis, between, everyone, (max(everyone // gpu.node_devices, 2), 1)),
         ("collective-permute", STAGE, message_bytes, span, None),
         ("all-to-all", CONTEXT, attention_bytes, sequence, None),
@@ -277,6 +283,7 @@ def memory_fraction(environ: Mapping[str, str] | None = None) -> tuple[float, st
       ValueError: a variable is not a number above 0.
     """
     environ = os.environ if environ is None else environ
+    # This allocator asks CUDA for each array, so no share is set aside.
     if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
         return 1.0, "XLA_PYTHON_CLIENT_ALLOCATOR=platform"
     for name in FRACTION_VARIABLES:
@@ -287,6 +294,7 @@ def memory_fraction(environ: Mapping[str, str] | None = None) -> tuple[float, st
             value = float(text)
         except ValueError:
             value = math.nan
+        # NaN is not above 0 either, so this also refuses text that is no number.
         if not value > 0:
             raise ValueError(f"{name}={text!r} is not a number above 0; use 0.9, or unset it")
         return min(value, 1.0), f"{name}={text}"
@@ -297,6 +305,7 @@ def memory_limit(gpu: Gpu) -> tuple[int, str]:
     """Returns the number of bytes of a GPU's memory that JAX may use, and a line of text that
     explains the number."""
     fraction, source = memory_fraction()
+    # A limit of 0 bytes would divide by zero in the pages.
     limit = max(int(gpu.memory_bytes * fraction), 1)
     return limit, (
         f"JAX may use {format_bytes(limit)}: {fraction:g} of the card's "

@@ -162,6 +162,7 @@ def lines_in_programs() -> Iterator[None]:
     """Lowers programs with the lines that traced them, whatever JAX is set to, in this context."""
     name = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, name)
+    # A negative limit means all frames, so it must not be lowered.
     jax.config.update(name, max(before, _FRAMES) if before >= 0 else before)
     try:
         yield
@@ -189,10 +190,12 @@ def read_sent(
     for one in collectives:
         instruction, operands = flow.instructions[one.name], flow.operands(one.name)
         gathers = one.kind == "all-gather"
+        # The other operands of a `send` are tokens.
         for value in operands[:1] if instruction.opcode == "send" else operands:
             array = flow.array(value)
             if array is None or not array.bits:
                 continue
+            # Operands of a gather are shards; the text speaks of the whole array.
             copies = one.group_size if gathers else 1
             found.append(
                 SentArray(
@@ -265,10 +268,13 @@ class _Names:
             found = _ARGUMENT.match(unescape(parameter.op_name))
             if found is None or found[1] not in _WEIGHTS:
                 continue
+            # One parameter may be in several parts of the state, such as its master copy.
             if found[2] not in bits:
                 bits[found[2]] = 1 << len(self._names)
                 self._names.append(found[2])
             self._marks[parameter.name, ()] = bits[found[2]]
+        # Sets of names are bits of a number, because programs have many values and joining is
+        # frequent.
         waiting = list(self._marks)
         while waiting:
             value = waiting.pop()
@@ -299,8 +305,10 @@ def _line(flow: Dataflow, instruction: Instruction) -> str | None:
     """Returns the user's line of an instruction, or of the nearest one that moves its values."""
     values = flow.values_of(instruction.name)
     seen = set(values)
+    # The list grows while it is read, so nearer values are asked first.
     for value in values:
         line = line_of_instruction(flow.program, flow.instructions[value[0]])
+        # Values far away belong to other lines, which would mislead.
         if line is not None or len(seen) > _NEAR:
             return line
         for target, edge in [*flow.targets(value), *flow.sources(value)]:
@@ -325,6 +333,7 @@ def read_layers(plan: Plan, step: Jaxpr) -> tuple[LoopOfLayers, ...]:
     """
     names = sorted(plan.placement.leaves)
     forward = plan.traced.forward
+    # Only a plan that unrolls can remove a loop of the model, so only then lengths are compared.
     lengths = set(_lengths_of_loops(step)) if plan.program.unroll else None
     loops = find_stack_loops(forward, names)
     found = []
@@ -352,6 +361,7 @@ def _straight_layers(
         shapes: dict[int, list[Any]] = collections.defaultdict(list)
         for name, place in layers.places.items():
             shapes[place.layer].append((place.within, leaves[name].shape))
+        # Layers of a list may differ; the most frequent kind is counted.
         kinds = collections.Counter(tuple(sorted(shape)) for shape in shapes.values())
         (kind, count) = kinds.most_common(1)[0]
         equal = {layer for layer, shape in shapes.items() if tuple(sorted(shape)) == kind}
@@ -414,6 +424,7 @@ def contents_of(
       peak, largest, wire_bytes, network_bytes, on_gpus: as in `StepContents`.
       calls_cudnn: whether the compiled program calls cuDNN's attention.
     """
+    # Dead equations are not in the compiled step, and must not break a rule.
     needed = without_waste(step)
     return StepContents(
         sent=tuple(sent),

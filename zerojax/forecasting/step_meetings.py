@@ -36,6 +36,7 @@ def find_meetings(plan: Plan, text: str) -> list[Meeting]:
     sent = by_collective(read_sent(program, collectives, axes, plan))
     every = find_groups(program, plan.mesh.size)
     groups = {one.name: every[one.name] for one in collectives if one.name in sent}
+    # The compiled program numbers devices in the order of the mesh.
     owners = [device.process_index for device in plan.mesh.devices.flat]
     return [
         Meeting(what=describe_sent(sent[name]), processes=processes)

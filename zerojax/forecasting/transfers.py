@@ -83,10 +83,12 @@ def find_traffic(
         return by_formula
     rows = _rows(facts["collectives"], gpu, mesh, waited)
     messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
+    # Rows that are sent to experts have an axis of their own in the mesh.
     exchanges = [row for row in rows if (row.kind, row.axis) == ("all-to-all", EXPERT)]
     matrices = [row for row in rows if row.of_matrices]
     apart = [*messages, *exchanges, *matrices, *(row for row in rows if row.of_attention)]
     shards = {*MANUAL_AXES}
+    # What is left over the manual axes is ZeRO's.
     ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in apart]
     return dataclasses.replace(
         by_formula,
@@ -121,10 +123,13 @@ def _sent_over_context(jaxpr: Jaxpr, devices: int) -> float:
 
 def _sent_by(equation: Equation, devices: int) -> float:
     name, params = equation.primitive.name, equation.params
+    # An equation with an inner program sends nothing itself.
     inner = [_sent_over_context(program, devices) for program in inner_programs(params)]
     if inner:
+        # As elsewhere, the dearest branch of a conditional counts.
         return max(inner) if name == "cond" else sum(inner) * params.get("length", 1)
     axes = params.get("axis_name")
+    # Names of axes may be one name or a tuple of names.
     if name not in _SENT or axes not in (CONTEXT, (CONTEXT,)):
         return 0.0
     payload = sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
@@ -151,6 +156,7 @@ def _rows(
         )
         seconds = row.wire_bytes / link_bandwidth(gpu, mesh, row)
         shown = sum(of_one for _, of_one in members)
+        # Waiting may take longer than the transfer alone, because transfers share a link.
         hidden = max(1 - shown / seconds, 0.0) if seconds else 0.0
         rows.append(with_network_bytes(gpu, mesh, dataclasses.replace(row, hidden=hidden)))
     return tuple(sorted(rows, key=lambda row: (-row.wire_bytes, row.kind, row.axis)))
@@ -174,6 +180,7 @@ def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offlo
         same = [one for one in copies if all(one[key] == value for key, value in wanted.items())]
         return sum(one["bytes"] * one["times"] for one in same)
 
+    # A machine may have more devices than the run uses.
     number, tiers = min(plan.mesh.size, gpu.node_devices), role_tiers(plan)
     return Offload(
         tiers=tiers,
@@ -182,6 +189,7 @@ def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offlo
         compiled_to_device=total(direction=TO_DEVICE),
         compiled_to_host=total(direction=TO_HOST),
         by_kernels=total(is_linear=False),
+        # Each device keeps its own part of the state, but buffers are counted for the machine.
         machine_host=number * sum(own.get(HOST, 0) for own in tiers.values())
         + buffer_bytes(plan, plan.offload, number),
         machine_disk=all_file_bytes(plan, number),

@@ -108,6 +108,7 @@ def build_delayed_gradients(
         sums = sum_replicated(sums)
         sums["squares"] = weights.rows.sum_squares(totals["squares"])
         agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
+        # They replace the gradients that wait in the state, whose dtypes must not change.
         grads = {name: grads[name].astype(delayed["grads"][name].dtype) for name in params}
         return sums, grads, agreed, totals["weights"], totals["slices"]
 
@@ -121,6 +122,7 @@ def build_delayed_gradients(
             name: [{tier: slice_spec(leaves[name], PASS_AXES) for tier in x} for x in arrays]
             for name, arrays in slices.items()
         }
+        # Besides the gradients there is one scale, one flag and one key for all devices.
         waiting = {**dict.fromkeys(state[DELAYED], P()), "grads": trained}
         given = trained, specs_of(config, frozen), P(), slice_specs, P(), waiting
         updated = {name: trained[name] for name in leaves}

@@ -102,6 +102,7 @@ class DiskState:
 
         def write(bucket: Bucket) -> None:
             nonlocal wrote
+            # Noted first, because a write that fails may have changed the file, too.
             wrote = True
             bucket.write()
 
@@ -112,9 +113,11 @@ class DiskState:
                 number = place.leaf.first(NVME) + bucket.index - place.first_bucket
                 views = place.views(bucket.array)
                 yield DiskSlice(place, number, views, lambda b=bucket: write(b))
+                # The end of the sweep commits, so this is the last moment before it.
                 if wrote and count == len(visits) and before_commit is not None:
                     before_commit()
         except BaseException as error:
+            # Without a write all slices still belong to one step.
             if wrote and not may_stop:
                 self._fail(error)
             if isinstance(error, OSError):
@@ -141,6 +144,7 @@ class DiskState:
             with failing_together():
                 yield
         except StoreError as error:
+            # Another process may have written its slices, so the state of the run is mixed.
             if jax.process_count() > 1:
                 self.failure = self.failure or str(error)
             raise
@@ -156,6 +160,7 @@ class DiskState:
         try:
             yield
         except BaseException as error:
+            # The sweep has described this error already.
             if isinstance(error, StoreFailedError) and str(error) == self.failure:
                 raise
             self._fail(error)
@@ -181,6 +186,7 @@ class DiskState:
         pieces = self.slices(read=False, before_commit=before_commit)
         with contextlib.closing(pieces):
             for place in self.leaves.values():
+                # Frees the arrays of the parameter before it.
                 source = None
                 source = source_of(place)
                 first = place.leaf.first(NVME)
@@ -188,6 +194,7 @@ class DiskState:
                     _fill_slice(place, number, source, pieces, errors)
             if errors.first is None:
                 with errors.kept():
+                    # Asking for one more ends the sweep, which commits it.
                     for _ in pieces:
                         raise AssertionError("more slices than the parameters have")
         errors.raise_together()
@@ -396,6 +403,7 @@ def filled_disk(
         made = disk
         made.filling = from_process_0(secrets.randbelow(2**31))
         made.fill(source_of, before_commit=lambda: before_commit(made))
+        # Pages are made from the masters, which are in the files now.
         with failing_together():
             made.add_pages(plan)
     except BaseException:

@@ -58,7 +58,9 @@ def write_rest(plan: Decisions, disk: DiskState, state: TrainState) -> None:
     Raises:
       OSError: the disk reports an error.
     """
+    # The sweep that is about to end commits this generation.
     folder, generation = disk.store.folder, disk.store.generation + 1
+    # Frozen parameters do not change, so one file serves all generations.
     if not disk.has_frozen:
         frozen = _packed(flatten_names(state["frozen"]), {"filling": disk.filling})
         replace_file(folder / _FROZEN, frozen)
@@ -186,6 +188,7 @@ def _find(folder: Path) -> Generations:
     last = manifest.generation
     if not manifest.durable or not (folder / _name_of(last)).exists():
         return Generations(0, 0, 0)
+    # Going back needs the previous buckets and the rest that was written with them.
     goes_back = manifest.has_previous and (folder / _name_of(last - 1)).exists()
     filling = _unpacked(folder / _name_of(last))[1].get("filling", 0)
     return Generations(last, last - 1 if goes_back else last, filling)
@@ -194,6 +197,7 @@ def _find(folder: Path) -> Generations:
 def _read_step(folder: Path, generation: int) -> int:
     path = folder / _name_of(generation)
     step = _unpacked(path)[0].get("step")
+    # Arrays are stored as [parts, ...], so a number has one dimension.
     if step is None or step.shape != (1,) or step.dtype.kind not in "iu":
         raise StoreError(
             f"{path} has no step number, so this version of zerojax did not write it; delete "
@@ -321,6 +325,7 @@ def _packed(arrays: dict[str, jax.Array], about: dict[str, Any]) -> bytes:
         hosts[name] = np.stack([np.asarray(parts[start]) for start in sorted(parts)])
     kinds = {name: (x.dtype.name, x.shape) for name, x in hosts.items()}
     text = json.dumps({**about, "kinds": kinds}).encode()
+    # As bytes, because NumPy's files do not store bfloat16; `kinds` has the dtypes.
     raw: dict[str, Any] = {n: np.frombuffer(x.tobytes(), np.uint8) for n, x in hosts.items()}
     raw[_ABOUT] = np.frombuffer(text, np.uint8)
     file = io.BytesIO()
@@ -342,6 +347,7 @@ def _unpacked(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
                 name: file[name].view(np.dtype(dtype)).reshape(shape)
                 for name, (dtype, shape) in about.pop("kinds").items()
             }
+    # What NumPy, zipfile and JSON raise for damaged files.
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, *_OF_ARCHIVES) as error:
         raise StoreError(
             f"{path}: damaged ({type(error).__name__}); delete its folder to continue from the "

@@ -136,5 +136,6 @@ def owners_of(shard_of: Mapping[Any, int]) -> dict[int, int]:
 def _shards(leaf: SlicedLeaf, mesh: Mesh) -> dict[jax.Device, int]:
     """Returns {device: number of the shard that it holds}."""
     sharding = tier_sharding(leaf, DEVICE, mesh)
+    # One row for each shard, so the start of a device's part is the number of its shard.
     indices = sharding.devices_indices_map((leaf.num_shards, 1))
     return {device: index[0].start or 0 for device, index in indices.items()}

@@ -162,6 +162,7 @@ def _parts(plan: Decisions, place: DiskLeaf, row: int, run: tuple[int, int]) -> 
         yield _Part(0, slice(0, count), first, (start, shape), (leaf.shape, leaf.layer_rows))
         return
     size, done = math.prod(shape[1:]), 0
+    # A run may begin and end inside a layer.
     while done < count:
         layer, at = divmod(first + done, size)
         length, stored = min(size - at, count - done), start[0] + layer
@@ -175,6 +176,7 @@ def _parts(plan: Decisions, place: DiskLeaf, row: int, run: tuple[int, int]) -> 
 def _start(plan: Decisions, place: DiskLeaf, row: int) -> Shape:
     """Returns the start index, in the stored parameter, of the shard of a row."""
     stored = plan.abstract_stored["params"][place.leaf.name]
+    # Devices with copies of a shard hold the same part.
     device = next(device for device, own in place.row_of.items() if own == row)
     index = stored.sharding.addressable_devices_indices_map(stored.shape)[device]
     assert index is not None
@@ -222,6 +224,7 @@ def restore_pieces(
     def before_commit(disk: DiskState) -> None:
         rest_writer(plan, _with_slices(plan, state, tiers), data_state)(disk)
 
+    # `filled_disk` asks only for parameters with slices in files.
     for place in places.values():
         if not place.num_buckets:
             source_of(place)
@@ -290,6 +293,7 @@ def _read_slices(
         return _rows(saved[array])[number].open()
 
     def read(array: str, number: int, row: int) -> np.ndarray:
+        # Padding is not in the checkpoint and stays 0.
         result = np.zeros(elements, place.dtypes[array])
         for part in _parts(plan, place, row, (number * elements, elements)):
             _read_part(reader(array, part.number), part, result[part.inside])

@@ -314,6 +314,7 @@ def build_weights(
     weights: dict[str, jax.Array] = {}
     for name in places:
         make = lambda x=abstract[name]: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+        # Made in shards, so that no device holds a whole parameter.
         weights[name] = jax.jit(make, out_shardings=abstract[name].sharding)()
     put = {name: _build_put(plan, place) for name, place in places.items()}
     for place, number, rows in _slices(places, disk, masters):

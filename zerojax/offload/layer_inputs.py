@@ -165,6 +165,7 @@ def _waits(x: Any) -> bool:
     """Returns whether an array of a layer's input is stored in files: it has a gradient and is no
     scalar.
     """
+    # The first dimension counts data shards, so a scalar has one dimension.
     return has_gradient(x) and x.ndim > 1
 
 
@@ -216,6 +217,8 @@ class InputsInFiles(LayerInputs):
         return self._pages.on_devices(page.array, self._stayed.pop())
 
     def use(self, arrays: Tree) -> None:
+        # The input of the last layer was never stored: before the first `take`, arrays belong to
+        # no page.
         if self._taken:
             assert self._sweep is not None
             self._sweep.use(arrays)

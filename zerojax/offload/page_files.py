@@ -134,6 +134,7 @@ class PageSweep:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # Closing frees memory that devices may still read.
         self._wait()
         self._sweep.close()
 
@@ -148,6 +149,7 @@ class PageSweep:
         First it waits for the arrays computed from the oldest page, whose memory is filled again.
         """
         self._wait(self._pages.store.num_buffers - 2)
+        # `use` replaces this entry.
         self._using.append(())
         if self._errors.first is None:
             with self._errors.kept(), in_one_sentence():
@@ -172,6 +174,7 @@ class PageSweep:
         self._wait()
         if self._errors.first is None:
             with self._errors.kept(), in_one_sentence():
+                # Asking for one more ends the sweep, which commits it.
                 for _ in self._sweep:
                     raise AssertionError("the pass over the pages ended before its last page")
 

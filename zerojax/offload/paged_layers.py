@@ -270,6 +270,7 @@ class LayerPrograms:
             if name in weights.rows.leaves
         }
         rows = weights.rows.like_complete(rows)
+        # Only the shapes of what a layer writes are needed, so nothing is computed.
         _, written = jax.eval_shape(work.run, rows, jnp.int32(0), activations)
         stack = lambda x: jnp.zeros((work.num_layers, *x.shape), x.dtype)  # noqa: E731
         return _own(activations), _own(around), _own(jax.tree.map(stack, written))
@@ -467,6 +468,7 @@ def evaluation_config(
         axis_names=set(MANUAL_AXES),
         check_vma=False,
     )
+    # Only traced: `for_evaluation` needs the shapes that one device has.
     jax.eval_shape(mapped, stored, plan.abstract_state["extras"], batch)
     return found[0]
 

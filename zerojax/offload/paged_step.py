@@ -114,6 +114,8 @@ class PagedStep:
             if update is not None and update.is_right(pending):
                 self._commit(disk, new, pending, update)
                 return new, metrics
+        # Leaving the block has dropped an update in the backward pass, whose sweep must end before
+        # another one begins.
         self._sweep(disk, new, pending)
         return new, metrics
 
@@ -136,6 +138,7 @@ class PagedStep:
         for number in range(self._number):
             context = Context(prepared, extras, key_data, batch, np.int32(number))
             given = sums, outer, device, factor
+            # The gradients of a layer are complete only in the last microbatch.
             now = update if number == self._number - 1 else None
             sums, outer, after, extras = self._microbatch(pages, context, given, now, errors)
             device, squares = after.device, after.squares
@@ -167,6 +170,8 @@ class PagedStep:
         """
         programs, last = self.programs, pages.num_layers - 1
         before, outer, device, factor = given
+        # The last layer is not read again: its weights are still there when its backward pass
+        # starts.
         there_and_back = [*range(last + 1), *reversed(range(last))]
         tier = self._plan.settings.offload.activations
         with (
@@ -231,6 +236,7 @@ class PagedStep:
         if pages.gradients.store.is_broken:  # an earlier pass failed
             with errors.kept():
                 pages.gradients.renew()
+        # With an update a page is written only after the next one was taken, so that two are held.
         with PageSweep(pages.gradients, order, read=has_earlier, held=2, errors=errors) as sweep:
 
             def leave(page: Any, grads: Tree) -> None:
@@ -246,6 +252,8 @@ class PagedStep:
                     page = weights.next()
                     rows = pages.weights.on_devices(page.array)
                 target = sweep.next()
+                # Also in the first microbatch, which ignores them, so that all microbatches run
+                # one program.
                 before = pages.gradients.on_devices(target.array) if adds else None
                 grads, state = self.programs.backward(
                     context, rows, np.int32(layer), entering, around, state, before
@@ -292,6 +300,7 @@ class PagedStep:
         assert pages is not None
         rest = functools.partial(self._write_rest, disk, new)
         layers = range(pages.num_layers)
+        # In the order of the pages, so that each page is read once for all of its slices.
         pieces = disk.slices(
             order=pages.order, before_commit=rest if disk.store.is_durable else None
         )

@@ -88,6 +88,7 @@ class PageUpdates:
 
             def slice_of(grad: jax.Array, number: jax.Array) -> jax.Array:
                 parts = grad.reshape(leaf.parts, elements)
+                # Slices are numbered over all layers, and the row is that of one layer.
                 return take_slice(parts, lax.rem(number, jnp.int32(leaf.parts)))
 
             sharding: Any = leaf.row.sharding
@@ -199,6 +200,7 @@ class UpdateInBackward:
           scale: float32 []; factor by which gradients are multiplied if they are not clipped.
           key_data: data of the step's random key.
         """
+        # An overflow drops the whole update, so no slice is skipped here.
         self._pending["numbers"] = scale, np.False_, key_data
 
     def start(self, grads: Mapping[str, jax.Array]) -> None:
@@ -238,6 +240,7 @@ class UpdateInBackward:
           pending: result of `zerojax.offload.disk_step.pending_of` of a step that is not
             skipped.
         """
+        # Equal in every bit, or the update would differ from that of a sweep.
         return bool(np.asarray(self._pending["numbers"][0]) == np.asarray(pending["numbers"][0]))
 
     def rest(self, before_commit: Callable[[], None]) -> Iterator[DiskSlice]:

@@ -154,6 +154,7 @@ class Pages:
                     folder / NEW_WEIGHTS, self.leaves, weights, self.num_layers
                 )
             self.gradients = PageSet(folder / GRADIENTS, self.leaves, gradients, self.num_layers)
+            # The backward pass starts with the input of the last layer, which is never stored.
             if layout.activations == NVME and self.num_layers > 1:
                 assert isinstance(plan.mesh, Mesh)
                 loop, devices = largest_loop(plan.traced.forward.jaxpr), plan.mesh.local_devices
@@ -182,6 +183,7 @@ class Pages:
     def take_new_weights(self) -> None:
         """Makes the weights in `new_weights` current; the old ones are overwritten next."""
         assert self.new_weights is not None
+        # The files swap their roles, so that nothing is copied.
         self.weights, self.new_weights = self.new_weights, self.weights
 
     def fill(self, slices: Callable[[Sequence[int]], Generator[DiskSlice]]) -> None:
@@ -193,6 +195,7 @@ class Pages:
         Raises:
           StoreError: the disk reports an error.
         """
+        # The buckets of layers are the last ones of the order.
         pieces = slices(self.order[-self.num_layers * self.slices_of_layer :])
         with (
             contextlib.closing(pieces),
@@ -217,6 +220,7 @@ class Pages:
 
     def close(self) -> None:
         """Closes the files. May be called twice."""
+        # `__init__` calls this, too, if it fails; then some files do not exist yet.
         every = self.weights, self.new_weights, getattr(self, "gradients", None), self.inputs
         for pages in every:
             if pages is not None:

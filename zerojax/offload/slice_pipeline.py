@@ -144,6 +144,7 @@ class _Pipeline:
             array = arrays[position]
             loads = load is not None and stack.is_read
             stores = store is not None and stack.is_written
+            # Stacks alternate, so that one is loaded while another one is stored.
             loads_first = loads and (not stores or written % 2 == 0)
             if loads_first:
                 piece = to_device(take_slice(array, load + stack.first))

@@ -135,6 +135,7 @@ def join_state(plan: Decisions, state: TrainState, *, joined: bool = True) -> Tr
     layout = plan.offload
     assert layout is not None
     target = portable_on_host(plan.abstract_stored, layout)
+    # In `layout.arrays` the moments come after the masters.
     masters = int(plan.precision.has_masters)
 
     def moment(leaf: SlicedLeaf, number: int, tiers: Tiers, wanted: Any) -> jax.Array:
@@ -143,6 +144,7 @@ def join_state(plan: Decisions, state: TrainState, *, joined: bool = True) -> Tr
         return join_leaf(leaf, tiers, wanted, _from_files(plan, state, leaf, masters + number))
 
     result = state.copy()
+    # The stored form has the masters as its parameters.
     del result["masters"], result["disk"]
     result["params"] = join_params(plan, state, joined=joined)
     result["opt_state"] = map_moments(
@@ -226,6 +228,7 @@ def cut_state(plan: Decisions, stored: TrainState) -> TrainState:
         wanted = abstract["params"][name]
         if not isinstance(x, jax.Array):
             return x
+        # Without a cast the array need not pass through the device.
         if x.dtype == wanted.dtype:
             return jax.device_put(x, wanted.sharding)
         host = name in layout.streamed

@@ -242,6 +242,8 @@ class StreamedPass:
         assert self.config.offload is not None
         streamed = self.config.offload.by_layer
         try:
+            # What is done on reads depends on which parameters are stacked, so the loss is cut
+            # without it.
             stacked = cut_loss(self._run({}, train), whole, extras, key, batch).stacked
         except ValueError as error:
             raise ValueError(_not_sliced(streamed)) from error

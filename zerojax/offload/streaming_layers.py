@@ -144,9 +144,11 @@ def run_forward(
     """
     last = work.num_layers - 1
     rows = work.load(0)
+    # Only the shapes of what a layer writes are needed.
     _, written = jax.eval_shape(work.run, rows, jnp.int32(0), activations)
     stack = lambda x: jnp.zeros((work.num_layers, *x.shape), x.dtype)  # noqa: E731
     changes = jax.tree.map(stack, written)
+    # The loop is traced even for one layer, and its storage needs a row.
     kept = None if inputs is None else inputs.empty(max(last, 1), activations)
 
     def one(index: jax.Array | int, carry: Tree) -> Any:
@@ -214,6 +216,7 @@ def divide(sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     (('a', 'd'), ('b', 'c'))
     """
     groups: list[list[str]] = [[] for _ in range(NUM_GROUPS)]
+    # The largest come first, each into the group that is smaller so far.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         min(groups, key=lambda group: sum(sizes[one] for one in group)).append(name)
     return tuple(map(tuple, groups))
@@ -322,6 +325,7 @@ def run_updating_backward(
         totals, waiting = updates.receive(totals, last, of_rows)
         carry = following, entering, sums, totals, waiting, loaded
         rows, activations, sums, totals, waiting, loaded = lax.fori_loop(1, last, body, carry)
+        # No layer is below the first one, so there are no weights to load.
         load_state = lambda *given: (updates.load_state(*given),)  # noqa: E731
         turns = _Turns(updates, totals, waiting, loaded, 1, load_state)
         of_rows, sums = turns.run_beside(work, rows, 0, activations, sums)

@@ -261,6 +261,7 @@ class LayerRows:
         reduced |= collectives.sum_buckets(dense, axes, limit, DATA_AXES)
         reduced |= collectives.sum_buckets(experts, axes, limit, _AXES_OF_EXPERTS)
         reduced |= {name: grads[name] for name in self.tiles if name in grads}
+        # The reduce-scatter and the products in tiles sum only inside a replica.
         if self.config.placement.axis_sizes[REPLICA] > 1:
             names = [name for name in (*scattered, *self.tiles) if name in self.waiting]
             shards = {name: reduced[name].astype(dtype) for name in names}
@@ -294,6 +295,7 @@ class LayerRows:
     def sum_squares(self, squares: Arrays) -> Arrays:
         """Adds up the squares of all rows on all devices: {parameter: float32 []}."""
         totals = {name: jnp.sum(parts) for name, parts in squares.items()}
+        # Parameters that are split over the same axes share one sum over devices.
         names: dict[tuple[str, ...], list[str]] = {}
         for name in squares:
             names.setdefault(self._split_over(name), []).append(name)

@@ -88,6 +88,7 @@ def build_updating_gradients(
         sums, outer, totals, after = weights.differentiate(*given)
         grads = reduce_gradients(config, {**outer, **totals["device"]})
         sums = sum_replicated(sums)
+        # Summed over devices in every layer already (`receive`).
         sums["squares"] = totals["squares"]
         agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
         grads = {name: grads[name] for name in params if name in grads}
@@ -190,6 +191,7 @@ class LayerUpdates:
         """
         waiting, here = split_by_name(self.rows.reduce(grads), self.rows.streamed)
         squares = self.rows.sum_squares({n: self.rows.squares(n, g) for n, g in waiting.items()})
+        # One number for all gradients of the layer, which is finite only if each of them is.
         finite = jnp.isfinite(sum(squares.values()))
         after = {
             **totals,
@@ -340,6 +342,7 @@ class LayerOfLeaf:
     ) -> None:
         self._leaf, self._dtype, self._reads_row = leaf, dtype, reads_row
         self._on_host = on_host
+        # All slices are in one memory, or `check_update_in_backward` has refused the plan.
         (self._tier,) = [tier for tier, count in leaf.counts.items() if count]
         self._per_layer = leaf.num_slices // leaf.shard_shape[0]
         self.spec = slice_spec(leaf, (MODEL,))
@@ -427,6 +430,7 @@ def with_slices(
     old = state["masters"]
 
     def put(leaf: SlicedLeaf, number: int, _: Any) -> Any:
+        # The master, if there is one, comes before the moments.
         return slices[leaf.name][number + (leaf.name in old)]
 
     result = state.copy()

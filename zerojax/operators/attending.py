@@ -371,6 +371,8 @@ def _run(
     table, causal = calls[0].layout, calls[0].causal
     chosen = {call.implementation for call in calls}
     common: dict[str, Any] = {"scale": scale, "table": table}
+    # Stored scores have no static tiles, so the window of a layer may be a traced number and needs
+    # no branch.
     if chosen == {"xla"}:
         window: Any = calls[0].window if by_layer is None else by_layer.limit()
         seen = Visibility(causal=causal, window=window)
@@ -378,14 +380,17 @@ def _run(
             stored_attention, visibility=seen, softcap=softcap, sinks=sinks, **common, **rows
         )
         return _in_float32_on_cpus(run, query, key, value)
+    # JAX's own derivative of a conditional saves the residuals of every branch.
     if by_layer is not None or sinks is not None:
         branches = tuple(_branch(call, where) for call in calls)
         index = None if by_layer is None else by_layer.index
         run = functools.partial(
             attention_of_branch, branches=branches, causal=causal, softcap=softcap, **common
         )
+        # The compiler can partition "chunked"; only library calls and kernels need a manual axis.
         if {branch.implementation for branch in branches} != {"chunked"}:
             return on_each_device(run, index, rows, sinks)(query, key, value)
+        # For float16 on CPUs all operands are cast, so only the arrays may be operands.
         run = functools.partial(_in_order, run, index, rows, sinks)
         return _in_float32_on_cpus(run, query, key, value)
     seen = Visibility(causal=causal, window=calls[0].window)
@@ -399,6 +404,7 @@ def _run(
     if implementation == "mosaic_gpu" and where != "plan":
         run = functools.partial(kernel_attention, visibility=seen, **common)
         return on_each_device(run, rows)(query, key, value)
+    # In a plan "cudnn" and "mosaic_gpu" come here too, with about the FLOPs of the library.
     block = _planned_block(implementation, key.shape[1], table)
     run = functools.partial(
         chunked_attention, visibility=seen, softcap=softcap, block=block, **common, **rows
@@ -480,6 +486,7 @@ def _with_tiles(call: Call, visibility: Visibility, has_positions: bool, groups:
     if call.implementation in ("cudnn", "mosaic_gpu"):
         return call
     if call.implementation == "xla":
+        # "xla" also computes the scores that a layout masks.
         return dataclasses.replace(call, computed=None if call.layout is None else 1.0)
     tiles = tiles_of(
         extent_of(
@@ -524,6 +531,7 @@ def _cudnn_of_jax(
 ) -> jax.Array:
     """Calls cuDNN through JAX's function, which the compiler can partition; for use without a
     mesh."""
+    # JAX counts the keys before the query, while `window` also counts the query's own.
     window = None if visibility.window is None else (visibility.window - 1, 0)
     return jax.nn.dot_product_attention(
         query,
@@ -574,6 +582,7 @@ def _check(
             f"and value; use 1 or {heads} key/value heads"
         )
     for window in windows:
+        # `True` is an integer in Python, and would pass as a window of 1.
         if window is not None and (isinstance(window, bool) or window < 1):
             raise ValueError(f"window={window!r} must be at least 1 (1: only the token itself)")
     if softcap is not None and not softcap > 0:

@@ -126,8 +126,10 @@ def _backward(options: _Options, kept: tuple[Any, ...], slope: jax.Array) -> tup
     gradients = _switch(options, index, runs, *operands)
     of_sinks = None
     if sinks is not None:
+        # The gradient of a score is weight x (slope . value - turned), and a sink has no value.
         weights = jnp.exp(sinks.astype(jnp.float32)[None, None] - log_sum)
         of_sinks = -jnp.sum(weights * turned, axis=(0, 1)).astype(sinks.dtype)
+    # Index, segments and positions are integers and have no gradient.
     return None, *gradients, None, of_sinks
 
 
@@ -168,6 +170,8 @@ def _compute(
     runs = [functools.partial(_part, options, branch, dtype) for branch in options.branches]
     out, log_sum = _switch(options, index, runs, query, key, value, rows)
     if sinks is not None:
+        # A query that sees no key has log_sum -inf and gets the factor exp(-inf) = 0, because
+        # sinks are finite.
         total = jnp.logaddexp(log_sum, sinks.astype(jnp.float32)[None, None])
         out = out * jnp.exp(log_sum - total)[..., None]
         log_sum = total

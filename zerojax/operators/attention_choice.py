@@ -72,6 +72,7 @@ class Device:
             return float(known) if re.fullmatch(r"\d+(\.\d+)?", known) else 0.0
         card = _card(self.kind)
         known = None if card is None or card.target is None else card.target.capability
+        # A target may end with a letter, as "9.0a".
         return float(known.rstrip("af")) if known else cudnn.MIN_CAPABILITY
 
     def describe(self) -> str:
@@ -233,6 +234,7 @@ def choose(
                 "stores no scores either (model.attention in a run file)"
             )
         return "cudnn", SET_BY_CALL
+    # Devices of unknown platform may be no GPUs; only a call that names cuDNN gets it there.
     if why_not is None and device.platform is not None:
         return "cudnn", f"auto: {query.dtype} heads of {query.shape[-1]} on {device.describe()}"
     because = f"cuDNN: {why_not}; " if device.is_gpu else ""
@@ -256,6 +258,7 @@ def on_each_device(run: Callable[..., jax.Array], *more: Tree) -> Callable[..., 
     left = _left_to_compiler(jax.sharding.get_abstract_mesh())
     if not left:
         return lambda *operands: run(*operands, *more)
+    # `choose` has refused key/value heads that are not divisible by these axes.
     heads, whole = PartitionSpec(None, None, tuple(left)), PartitionSpec()
     specs = (heads,) * 3 + (whole,) * len(more)
     mapped = jax.shard_map(

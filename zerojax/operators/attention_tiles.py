@@ -51,11 +51,15 @@ class Extent:
         query = np.arange(-(-self.queries // size))[:, None] * size
         key = np.arange(-(-self.keys // size))[None, :] * size
         seen = np.ones((query.size, key.size), bool)
+        # Positions are data, so nothing can be left out before tracing.
         if self.has_positions:
             return seen
         if self.causal:
+            # The last query of a block sees furthest, so a block of keys is visible if its first
+            # key is.
             seen &= key <= query + size - 1
         if self.window is not None:
+            # The first query of a block and the last key are the nearest pair in this direction.
             seen &= query - (key + size - 1) < self.window
             if not self.causal:
                 seen &= key - (query + size - 1) < self.window
@@ -99,6 +103,7 @@ class Tiles:
         return len(self.places) * self.shape[0] * self.shape[1]
 
 
+# `_Cut.tiles` asks again at every use, in the forward and in the backward pass.
 @functools.lru_cache(maxsize=64)
 def tiles_of(extent: Extent) -> Tiles:
     """Computes the tiles of a call, without those that are fully masked.
@@ -152,11 +157,15 @@ def _gathered(seen: np.ndarray, size: int, blocks: int) -> Tiles:
     places, shown = [], []
     for tile in range(tiles):
         num_tiles = -(-int(listed[:, tile].sum(-1).max()) // blocks)
+        # The numbers beyond the last block are distinct, because `_plus` of `chunked_attention`
+        # adds with unique indices.
         columns = np.tile(beyond + np.arange(num_tiles * blocks), (heads, 1))
         for head in range(heads):
             visible = np.flatnonzero(listed[head, tile])
             columns[head, : len(visible)] = visible
+        # The padding makes indices beyond the last block read False, so these blocks are masked.
         padded = np.pad(seen[:, :, tile], [(0, 0), (0, 0), (0, 0), (0, num_tiles * blocks)])
+        # `np.split` refuses to make 0 parts.
         for key_blocks in np.split(columns, num_tiles, axis=1) if num_tiles else []:
             places.append([tile, *key_blocks.ravel()])
             shown.append(np.take_along_axis(padded, key_blocks[:, None, None, :], axis=-1))

@@ -153,6 +153,8 @@ def part_forward(
     cut = _cut_of(query, key, visibility, scale, positions, **more)
     out, log_sum = _forward_pass(cut, *_operands(cut, query, key, value, segments, positions))
     log_sum = _of_queries(log_sum[..., None], query)[..., 0]
+    # Inside the passes inf marks a query that sees no key (see `_forward_pass`); to callers, which
+    # merge parts, the empty sum is -inf.
     return _of_queries(out, query), jnp.where(log_sum == jnp.inf, -jnp.inf, log_sum)
 
 
@@ -277,6 +279,7 @@ def extent_of(
     return Extent(
         queries=queries,
         keys=keys,
+        # A block larger than the call would only add padding.
         block=min(block or BLOCK, max(queries, keys)),
         causal=visibility.causal,
         window=visibility.window,
@@ -350,6 +353,7 @@ def _refuse(*_: object) -> Any:
     )
 
 
+# The first derivative is that of `_attend`, so only a second derivative gets here.
 _as_one_operation.defvjp(_refuse, _refuse)
 
 
@@ -446,6 +450,7 @@ def _bend(softcap: float, capped: jax.Array) -> jax.Array:
     """Computes the derivative of soft-capped scores with respect to the raw scores; 0 for masked
     keys.
     """
+    # Without this, -inf squared is inf, and the weight 0 of a masked key times inf is NaN.
     flat = jnp.where(capped == -jnp.inf, softcap, capped) / softcap
     return 1 - flat * flat
 
@@ -462,6 +467,8 @@ def _seen(cut: _Cut, rows: dict[str, Any], tile: _Tile) -> jax.Array | None:
         masks.append(cut.visibility.is_visible(of_query[tile.place], taken(of_key)))
     else:
         masks.append(cut.visibility.is_visible(query, index))
+    # Queries that pad the last block need no mask: their slopes are 0, and `_of_queries` drops
+    # their results.
     if extent.keys % tiles.key_block:
         masks.append((index < extent.keys)[:, :, None, :])
     if "segment" in rows:
@@ -532,6 +539,7 @@ def _taken(cut: _Cut, tile: _Tile) -> Callable[[jax.Array], jax.Array]:
 
 
 def _at(array: jax.Array, places: jax.Array) -> jax.Array:
+    # JAX's default mode fills with NaN, and NaN times the weight 0 of a masked key is NaN.
     return array.at[places].get(mode="clip")
 
 

@@ -188,6 +188,7 @@ def _backward(
     cut: _Cut, kept: tuple[dict[str, Any], jax.Array], scale: jax.Array | SymbolicZero
 ) -> tuple[Any, ...]:
     made, like = kept
+    # Nothing that is differentiated reads the loss.
     if isinstance(scale, SymbolicZero):
         return None, None, None, None
 
@@ -271,6 +272,7 @@ def _sums_of_chunks(
     made = rows | {"loss": jnp.sum(losses * counted)}
     if head_gradient is not None:
         made["head"] = head_gradient
+    # The sum is linear in the weights, so their gradient is the losses.
     return made | {"weights": losses} if needed.weights else made
 
 
@@ -298,12 +300,16 @@ def _one_chunk(
     # A comparison replaces a gather, so that a vocabulary split over devices stays split.
     hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
     top, total, aimed = _over_vocabulary(logits, hit)
+    # The two logits are subtracted first: added to a large `top`, a small log(total) would lose
+    # digits.
     rows, head_gradient = {"losses": jnp.log(total) + (top - aimed)}, None
     if needed.hidden or needed.head:
         counted = counted if upscale is None else counted * upscale
         exponents = jnp.exp(logits - top[:, None])
         slope = (exponents / total[:, None] - hit) * counted[:, None]
         if cut.softcap is not None:
+            # `logits` are capped already, so logits / softcap is the tanh, and 1 - tanh^2 its
+            # derivative.
             slope = slope * (1 - (logits / cut.softcap) ** 2)
         if cut.scale != 1.0:
             slope = slope * cut.scale
@@ -329,6 +335,7 @@ def _over_vocabulary(logits: jax.Array, hit: jax.Array) -> tuple[jax.Array, jax.
 
     def join(left: tuple[Any, ...], right: tuple[Any, ...]) -> tuple[Any, ...]:
         (top, total, aimed), (other_top, other_total, other_aimed) = left, right
+        # The greater side has the factor 1, so one exponential serves both cases.
         less = jnp.exp(-jnp.abs(top - other_top))
         is_left = top > other_top
         total = jnp.where(is_left, total + less * other_total, less * total + other_total)

@@ -66,6 +66,7 @@ def sort_choices(ids: jax.Array, num_experts: int) -> Routes:
     # No bisection, which on a GPU is a loop of many small kernels.
     first = jnp.searchsorted(experts, numbers, method="compare_all")
     start = first.astype(jnp.int32)
+    # The indices are distinct, so this scatter adds nothing up and is the same in each run.
     place = jnp.zeros_like(index).at[choices].set(index, unique_indices=True)
     rank = jnp.where(flat < num_experts, place - start[flat], -1)
     return Routes(
@@ -87,6 +88,7 @@ def slots_of_round(routes: Routes, capacity: int, begin: jax.Array | int) -> Slo
     """
     rank = begin + jnp.arange(capacity, dtype=jnp.int32)[None]
     taken = rank < routes.count[:, None]
+    # A free slot repeats the expert's last row; an expert without rows reads a neighbour's.
     place = routes.start[:, None] + jnp.minimum(rank, routes.count[:, None] - 1)
     place = jnp.clip(place, 0, routes.choices.size - 1)
     here = (routes.rank >= begin) & (routes.rank < begin + capacity)
@@ -104,6 +106,7 @@ def all_slots(routes: Routes, size: int) -> Slots:
     place = jnp.arange(size, dtype=jnp.int32)
     choice = routes.choices[jnp.minimum(place, routes.choices.size - 1)]
     here = routes.rank >= 0
+    # "No expert" is the index beyond the last expert; `here` discards what it reads.
     start = routes.start.at[routes.expert].get(mode="clip")
     slot = jnp.where(here, start + routes.rank, 0)
     return Slots(choice, place < jnp.sum(routes.count), slot, here)
@@ -155,6 +158,7 @@ def _to_slots_forward(rows: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
 
 
 def _to_slots_backward(slots: Slots, slope: jax.Array) -> tuple[jax.Array, None]:
+    # The slopes of a token's k slots are added, so their sum is float32.
     wide = jnp.promote_types(slope.dtype, jnp.float32)
     return _gathered(slope, slots, wide).astype(slope.dtype), None
 

@@ -123,6 +123,7 @@ def most_rows(choices: int, num_experts: int, spacing: int | None) -> int:
         return kernels.most_visits(num_experts, rows, tile) * tile
     tile = kernels.row_tile(spacing * num_experts, num_experts)
     begins_inside = spacing % tile > 0
+    # A segment ends in a partly filled tile, and touches one more if it begins inside a tile.
     return (choices // num_experts // tile + 1 + begins_inside) * tile * num_experts
 
 

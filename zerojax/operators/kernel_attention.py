@@ -92,6 +92,7 @@ class _Options:
         if self.table is not None:
             times = self.table.block // KERNEL_BLOCK
             layout = self.table.seen.repeat(times, 1).repeat(times, 2)
+            # The last block of the table may reach beyond the tokens.
             layout = layout[:, : -(-queries // KERNEL_BLOCK), : -(-keys // KERNEL_BLOCK)]
         causal, window = self.visibility.causal, self.visibility.window
         return {

@@ -62,6 +62,7 @@ def read_name(equation: Equation) -> str | None:
 def read_shape(equation: Equation) -> tuple[int, ...]:
     """Returns the shape that the model sees, from an equation that marks a read."""
     shape = equation.params["name"].removeprefix(_READ).partition(":")[0]
+    # The text of a scalar's shape is empty, which `split` turns into one empty word.
     return tuple(map(int, filter(None, shape.removesuffix(_EIGHT_BITS).split("x"))))
 
 
@@ -210,6 +211,7 @@ FURTHER_ROUNDS = "further_rounds_of_experts"
 
 _BRANCH = "taken_by_{}_of_{}_layers"
 """Scope (`jax.named_scope`) of a branch that is chosen by a constant table of the model."""
+# JAX names the scopes of a conditional's branches branch_N_fun.
 _SCOPE = re.compile(r"(?:/branch_\d+_fun/)?" + _BRANCH.format(r"(\d+)", r"(\d+)"))
 
 
@@ -258,6 +260,7 @@ def weights_of_branches(costs: Sequence[float], shares: Sequence[float | None]) 
     if list(shares).count(None) == 1:  # a branch without operations has no scope
         shares = [max(1 - known, 0.0) if share is None else share for share in shares]
         known = sum(filter(None, shares))
+    # Shares are quotients of whole numbers, whose sum may be rounded.
     if None in shares or abs(known - 1) > 1e-9:
         return [float(index == costs.index(max(costs))) for index in range(len(costs))]
     return [share or 0.0 for share in shares]

@@ -107,6 +107,8 @@ def _with_scales(
     """
     largest = xp.max(xp.abs(wide), axis=axis, keepdims=True)
     scales = _rounded(xp, largest * inverse, dtype)
+    # A scale is 0 if all weights are, or if they are too small for the dtype; quotients need
+    # another number.
     scales = xp.where(scales == 0, np.float32(1), scales)
     return _nearest(xp, wide, scales, most), scales
 
@@ -129,9 +131,11 @@ def float8_and_scales(xp: ModuleType, weights: jax.Array | np.ndarray) -> tuple[
     # As in `_nearest`, the quotient is a guess, and products with the middle of two codes decide.
     size = xp.abs(wide)
     guess = xp.minimum(size * (np.float32(1) / scales), _LARGEST_FLOAT8).astype(_FLOAT8)
+    # For one sign, floats with adjacent bits are adjacent.
     code, above = guess, _float8_of(xp.minimum(guess.view(np.uint8) + 1, _LARGEST_BITS))
     code = xp.where(_middle(code, above) * scales < size, above, code)
     bits = code.view(np.uint8)
+    # uint8 would wrap around below 0.
     below = _float8_of(bits - xp.minimum(bits, np.uint8(1)))
     code = xp.where((_middle(code, below) * scales >= size) & (bits > 0), below, code)
     codes = xp.where(wide < 0, -code.astype(np.float32), code.astype(np.float32))
@@ -246,6 +250,7 @@ def _nearest(
     guess = xp.rint(size * (np.float32(1) / scales))
     guess = xp.where((guess + half) * scales < size, guess + 1, guess)
     guess = xp.where((guess - half) * scales >= size, guess - 1, guess)
+    # A scale that was rounded down can give a code above the largest.
     codes = xp.minimum(guess, largest)
     return xp.where(values < 0, -codes, codes)
 

@@ -328,6 +328,7 @@ def _one_round(
     def summed(out: jax.Array, gates: jax.Array) -> jax.Array:
         # Gates are sent with their rows, so that their gradient is computed next to the result.
         gate = call.to_experts(gates_to_slots(gates, slots).reshape(size))
+        # Rounded before the exchange, so that devices do not send the wide dtype.
         out = (out.astype(call.wide) * gate.astype(call.wide)).astype(call.dtype)
         out = call.from_experts(out)
         return from_slots(out.reshape(-1, out.shape[-1]), slots, call.wide)
@@ -342,6 +343,7 @@ def _fullest(call: _Call, routes: Routes) -> jax.Array:
     """Returns the largest number of rows of any expert, over all devices that exchange rows: int32
     [].
     """
+    # Each round contains an exchange, so all devices that exchange rows must run equally many.
     most = jnp.max(routes.count)
     return most if call.axis is None else lax.pmax(most, call.axis)
 

@@ -60,6 +60,7 @@ class BlockTable:
         seen.setflags(write=False)
         object.__setattr__(self, "seen", seen)
 
+    # Computed once: tables are static arguments of custom derivatives and keys of caches.
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
         bits = hashlib.sha256(np.packbits(self.seen).tobytes()).digest()
@@ -150,6 +151,7 @@ def layout_table(layout: BlockLayout, *, num_heads: int, num_tokens: int) -> Blo
     if isinstance(layout, BigBirdLayout):
         _check_fits(layout, "num_global_blocks", blocks)
     heads = num_heads if layout.is_per_head else 1
+    # One generator for all heads, as in DeepSpeed, whose tables these must equal.
     draw = random.Random(getattr(layout, "seed", None))
     mark = _MARKERS[type(layout)]
     seen = np.zeros((heads, blocks, blocks), bool)

@@ -90,6 +90,7 @@ def masked_attention(
         out = _with_own_scores(query, key, value, seen, scale, softcap, sinks, code_scales)
     if seen is None:
         return out
+    # With every key masked the softmax is uniform, but the output must be 0.
     sees_any = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]
     return jnp.where(sees_any, out, 0)
 
@@ -140,6 +141,7 @@ def _with_own_scores(
         sink = sinks.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], -1)
     weights = jax.nn.softmax(scores, axis=-1)
+    # A sink has a share of the softmax, but no value to multiply it with.
     if sinks is not None:
         weights = weights[..., :-1]
     if code_scales is not None:

@@ -119,6 +119,7 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
     ) -> tuple[Tree, Tree]:
         if params is None:
             raise ValueError("adam8bit needs the parameters: call update(gradients, state, params)")
+        # `around` keeps the average, so the inner update must not.
         own = dataclasses.replace(options, ema=None)
         return _update_whole(method, own, (updates, state, params), grad_norm)
 
@@ -273,6 +274,7 @@ def _update_whole(
         choice=_WHOLE,
     )
     settings = options.decay.settings(params)  # a mask function expects the user's tree
+    # The inner optimizer gets a dict by name, so the mask becomes one, too.
     mask = {name: _decays(leaf.weight_decay) for name, leaf in settings.items()}
     decay = dataclasses.replace(options.decay, mask=mask)
     inner = make_optimizer(method, dataclasses.replace(options, decay=decay))

@@ -236,6 +236,7 @@ def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
     }
     betas = {"b1": config.beta1, "b2": config.beta2}
     if config.name == "sgd":
+        # optax would keep a sum for a momentum of 0.
         momentum = config.beta1 or None
         return sgd(schedule, momentum=momentum, nesterov=config.nesterov, **common)
     if config.name == "lion":

@@ -57,6 +57,7 @@ class Ema:
         rate = jnp.float32(1 - self.decay)  # computed in double precision
         if not self.warmup:
             return rate
+        # 9 / (10 + t) is 1 - (1 + t) / (10 + t) without the loss of digits.
         return jnp.maximum(rate, 9 / (10 + jnp.asarray(count, jnp.float32)))
 
     def describe(self) -> str:

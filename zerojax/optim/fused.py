@@ -346,6 +346,7 @@ def begin_update(
     if options.ema is not None:
         average, average_rate, state = state, options.ema.rate(state.count), state.inner
     parts = jax.tree.leaves(state, is_leaf=_is_part)
+    # A state has at most one schedule, and one part with moments.
     schedule = next((p for p in parts if isinstance(p, optax.ScaleByScheduleState)), None)
     moments = next((p for p in parts if p is not schedule), None)
     rate = as_schedule(options.learning_rate)(schedule.count if schedule else 0)
@@ -363,8 +364,11 @@ def begin_update(
         )
 
     if context.numbers is None:
+        # One set of scalars for all parameters with equal settings.
         by_settings = {leaf: scalars_of(leaf) for leaf in dict.fromkeys(settings.values())}
     else:
+        # The given scalars are inputs of the program, but these two depend on this step's
+        # gradients.
         now = {"gradient_scale": context.gradient_scale, "skip": context.skip}
         now = {name: jnp.asarray(value, jnp.float32) for name, value in now.items()}
         given = zip(_different(settings), context.numbers.scalars, strict=True)

@@ -142,6 +142,7 @@ def _of_stored(
     """Converts {name of a row: value} to {stored name: value}, sorted by name; a stack takes the
     value of its first row.
     """
+    # JAX flattens dicts in sorted order, and `fused._spread` relies on the order of the leaves.
     return {name: of_rows[stacks.get(name, (name,))[0]] for name in sorted(params)}
 
 

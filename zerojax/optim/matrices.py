@@ -37,6 +37,8 @@ def newton_schulz(x: jax.Array, coefficients: jax.Array, *, steps: int, eps: flo
     """
     turned = x.shape[1] > x.shape[2]  # the product XX' of the shorter side costs less
     x = x.swapaxes(1, 2) if turned else x
+    # The Frobenius norm is at least the largest singular value, so that no singular value is above
+    # 1, where the iteration could diverge.
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + eps)
     first, second, third = coefficients
     for _ in range(steps):
@@ -97,6 +99,7 @@ def as_stack(shape: Sequence[int], dims: Dims, matrix: MuonDimensionNumbers) -> 
     sides = []
     for side in (matrix.reduction_axis, matrix.output_axis):
         split_first = sorted(dim % len(shape) for dim in _as_tuple(side))
+        # Stable, so that dimensions of the same kind keep their order.
         split_first.sort(key=lambda dim: not dims[dim])
         split = tuple(tuple(dims[dim]) for dim in split_first if dims[dim])
         sides.append((math.prod(shape[dim] for dim in split_first), split, split_first))
@@ -107,6 +110,8 @@ def as_stack(shape: Sequence[int], dims: Dims, matrix: MuonDimensionNumbers) -> 
         order=(*counted, *first[2], *second[2]),
         count=math.prod(shape[dim] for dim in counted),
         size=(first[0], second[0]),
+        # One order for all stacks: otherwise stacks with the same splits would have different
+        # kinds.
         splits=tuple(sorted(splits, key=lambda split: (split[1], split[0]))),
     )
 
@@ -202,6 +207,7 @@ def _on_one_class(
     x = function(x)
     for (side, axes), count in zip(reversed(splits), reversed(counts), strict=True):
         with jax.named_scope(SCOPE):
+            # The rows after `count` are the padding of the first exchange.
             x = lax.all_to_all(x, axes, split_axis=1 + side, concat_axis=0, tiled=True)[:count]
     return x
 

@@ -193,6 +193,7 @@ def sgd(
         check_numbers(momentum=momentum)
     options = _options("sgd", learning_rate, weight_decay, mask, groups, clip_norm, impl)
     decays = any(group.weight_decay for _, group in options.decay.groups)
+    # An array is not compared: it may be traced, and the state's form must not depend on it.
     decays = decays or not isinstance(weight_decay, int | float) or weight_decay > 0
 
     def chain(
@@ -247,6 +248,7 @@ def _scheduled(
         # The state does not depend on the decay, so a new transformation can use it.
         return make(_at(b1, state.count + 1)).update(updates, state, params)
 
+    # `init` does not depend on the decay, so any number serves.
     return optax.GradientTransformation(make(0.9).init, update)
 
 
@@ -298,6 +300,7 @@ def _trust_ratios(
     """
     split_alike: dict[tuple[str, ...], list[str]] = {}
     for name in sums[0]:
+        # Devices of an axis that splits layers hold other layers, not other parts of the same one.
         over = tuple(axis for axis in context.axes[name] if axis not in layers.get(name, ()))
         split_alike.setdefault(over, []).append(name)
     ratios = {}
@@ -365,6 +368,7 @@ def check_numbers(**numbers: Any) -> None:
         holds, limit = _RANGES[name]
         if not isinstance(value, int | float):
             continue
+        # An infinite clip_norm is valid: it never clips.
         is_known = math.isfinite(value) or (name == "clip_norm" and value > 0)
         if not (is_known and holds(value)):
             raise ValueError(f"{name}={value!r} must be {limit}")

@@ -240,6 +240,7 @@ def _with_uses(options: _Options, uses: Uses) -> Optimizer:
 def _plain(options: _Options) -> Any:
     """Builds Muon as a plain optax transformation, without an in-place update."""
     core = _as_optax_has_it(options, options.eps, options.nesterov)
+    # optax has one setting for both kinds of parameters, and always corrects the bias.
     changed = (options.ns_eps, options.adam_nesterov) != (options.eps, options.nesterov)
     if changed or not options.bias_correction:
         core = _apart(options)
@@ -256,6 +257,8 @@ def _apart(options: _Options) -> optax.GradientTransformation:
     of_others = _as_optax_has_it(options, options.eps, options.adam_nesterov)
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        # Both transformations compute the same moments, so one state serves both. Only `others`
+        # gets the real count, and so returns the state to keep.
         late = state if options.bias_correction else _with_counts(state, lambda _: _LATE)
         moved, _ = of_matrices.update(updates, late, params)
         others, state = of_others.update(updates, state, params)
@@ -341,6 +344,7 @@ def _apply(
         changed, *moved = _update_others(options, given, numbers)
         moments, new = moved[:2], new | changed
         averages |= {name: x for each in moved[2:] for name, x in each.items()}
+    # Parts are told apart by identity, since arrays cannot be compared while they are traced.
     changes = {
         id(of_matrices): {"mu": momentum},
         id(of_others): {"mu": moments[0], "nu": moments[1]},
@@ -350,6 +354,7 @@ def _apply(
         if not _is_part(part):
             return part
         changed: dict[str, Any] = {
+            # A field also has placeholders of the parameters that the other part updates.
             field: {**getattr(part, field), **moved}
             for field, moved in changes.get(id(part), {}).items()
         }
@@ -400,6 +405,8 @@ def _update_matrices(
     numbers = dataclasses.replace(numbers, scalars=dict.fromkeys(params, average))
     momentum = {name: state.mu[name] for name in params}
     own = {name: grads[name] for name in params}
+    # The look-ahead is an output of its own in float32: the stored momentum may be bfloat16, and
+    # with Nesterov momentum it is not the direction.
     ahead = numbers.update(rules.MUON_MOMENTUM, (momentum,), (own,), out_dtypes=(jnp.float32,))
     skip = jnp.asarray(context.skip, jnp.float32)
     by_scale = {

@@ -88,6 +88,7 @@ def _dimensions(name: str, ndim: int) -> MuonDimensionNumbers:
             f"muon_dimensions: {name} has {ndim} dimensions, but a stacked kernel has 3 (layers, "
             "inputs, outputs) or 4 (with heads); pass kernels= with an expression that excludes it"
         )
+    # A slice and no index, because a name may have only one part.
     joins = name.split(trees.SEPARATOR)[-2:-1] in ([word] for word in _JOINS_HEADS)
     return MuonDimensionNumbers((1, 2), 3) if joins else MuonDimensionNumbers(1, (2, 3))
 

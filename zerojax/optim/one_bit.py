@@ -55,6 +55,7 @@ def encode_signs(values: jax.Array) -> jax.Array:
     lead, elements = values.shape[:-1], values.shape[-1]
     blocks = math.ceil(elements / BLOCK)
     padded = _padded(jnp.abs(values), blocks * BLOCK).reshape(*lead, blocks, BLOCK)
+    # The zeros that fill the last block must not lower its mean.
     counts = np.minimum(elements - BLOCK * np.arange(blocks), BLOCK).astype(np.float32)
     sums = jnp.sum(padded, axis=-1)
     means = sums / jnp.broadcast_to(counts, sums.shape)
@@ -112,6 +113,7 @@ class OneBit:
     def frozen_at(self, state: Tree) -> jax.Array:
         """Returns the number of updates in the second moment, from the state in which it is frozen:
         int32 [], at least 1."""
+        # The bias correction divides by 1 - b2^count, which is 0 for a count of 0.
         return jnp.maximum(_adam_part(state).count, 1)
 
     def momentum(self, state: Tree) -> Arrays:
@@ -152,6 +154,8 @@ class OneBit:
         moved = {}
         for name, agreed in momentum.items():
             param, (now, frozen) = params[name], scalars[name]
+            # The second moment has had no updates since it was frozen, so its bias is still that
+            # of then.
             root = jnp.sqrt(nu[name] / frozen.correction2) + now.eps
             step = jnp.where(nu[name] > 0, (agreed / now.correction1) / root, 0.0)
             moved[name] = param - now.learning_rate * (step + now.weight_decay * param)
@@ -185,6 +189,7 @@ class OneBit:
     def _scalars(
         self, rate: jax.Array, weight_decay: jax.Array | float, count: jax.Array
     ) -> optimizers.AdamScalars:
+        # The momentum is already scaled, and `_unless` handles skipped steps.
         nothing = {"gradient_scale": 1.0, "skip": False}
         return self.method.scalars(rate, weight_decay=weight_decay, count=count, **nothing)
 

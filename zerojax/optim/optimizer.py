@@ -149,6 +149,7 @@ class UpdateContext:
         fold_each = jax.vmap(jax.random.fold_in, (None, 0))
         fold_all = jax.vmap(jax.random.fold_in, (0, None))
         parts = []
+        # The folds have the order of `seed`, so that both give the same bits.
         for axes, group in groups.items():
             keys = fold_each(self.key, jnp.array([number_of[name] for name in group]))
             for number in () if self.piece is None else (self.piece,):
@@ -159,6 +160,7 @@ class UpdateContext:
         place = {
             name: row for row, name in enumerate(n for group in groups.values() for n in group)
         }
+        # Groups have changed the order; the rows must have that of `names`.
         return jnp.concatenate(parts)[jnp.array([place[name] for name in names])]
 
     def whole(self, params: Arrays) -> dict[str, jax.ShapeDtypeStruct]:

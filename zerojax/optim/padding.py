@@ -121,6 +121,7 @@ class _Proof:
     ) -> None:
         self._dims, stored = dims, shapes[1]
         states = [jax.eval_shape(tx.init, dict(params)) for params in shapes]
+        # Sorted, as JAX flattens a dict.
         self._params = [self._of_param(name, x) for name, x in sorted(stored.items())]
         owners = map_state(tx, lambda _, name: name, states[1], {name: name for name in stored})
         self._state = []
@@ -152,9 +153,12 @@ class _Proof:
             _check_follows(value, wanted)
             zero[number] = value.is_zero or not wanted.padded
         scalars = [_Value(()), _Value(())]
+        # Each pass can only drop assumptions, so the loop ends.
         while True:
             now = [x if z else _Value(x.dims) for x, z in zip(expected, zero, strict=True)]
             params, state = now[:num_params], now[num_params:]
+            # The first inputs are the gradients: their padding is taken as 0 in every pass, like
+            # that of parameters at the start.
             found = _walk(self._updates, [*self._params, *state, *params, *scalars])
             for value, wanted in zip(found, expected, strict=True):
                 _check_follows(value, wanted)
@@ -217,6 +221,7 @@ def _of_const(one: ArrayLike, other: ArrayLike) -> _Value:
         raise NotProven("constants that differ for padded shapes")
     if one is not other and not _same_bits(one, other):
         raise NotProven("constants that differ for padded shapes")
+    # Only scalars are followed by value.
     if shapes[0] or jnp.issubdtype(jnp.result_type(other), jax.dtypes.prng_key):
         return _Value((PLAIN,) * len(shapes[0]))
     return _Value((), np.asarray(other))
@@ -245,6 +250,7 @@ def _walk_jaxpr(
     def read(one: Operand, other: Operand) -> _Value:
         if isinstance(other, Literal) and isinstance(one, Literal):
             return _of_const(np.asarray(one.val), np.asarray(other.val))
+        # The same operations are not enough: they must also read the same results.
         if isinstance(other, Literal) or isinstance(one, Literal) or twins[one] is not other:
             raise NotProven("a program that differs for padded shapes")
         return values[other]
@@ -367,6 +373,8 @@ def _evaluate(equation: Equation, known: list[Any]) -> Any:
         known = [*known, equation.params["y"]]
     function = _NUMPY.get("pow" if name == "integer_pow" else name)
     whole = jnp.issubdtype(dtype, jnp.integer)
+    # For integers these functions of NumPy compute something else: a quotient that is not an
+    # integer, logical in place of bitwise results.
     if function is None or (whole and name in ("div", "pow", "integer_pow", "not", "or", "and")):
         return None
     with np.errstate(all="ignore"):
@@ -396,6 +404,7 @@ def _broadcast(one: Equation, other: Equation, operands: list[_Value]) -> _Value
     before, shape = other.invars[0].aval.shape, other.outvars[0].aval.shape
     dims: list[Any] = [UNIFORM] * len(shape)
     for at, place in enumerate(places):
+        # A dimension that is repeated has equal elements.
         if before[at] == shape[place]:
             dims[place] = operand.dims[at]
     return _Value(tuple(dims), operand.padding)
@@ -419,6 +428,7 @@ def _reshape(one: Equation, other: Equation, operands: list[_Value]) -> _Value:
         return _Value((UNIFORM,) * len(after), operand.padding)
     if not operand.padded and one.outvars[0].aval.shape == after:
         return _Value((PLAIN,) * len(after), operand.padding)
+    # Dimensions of size 1 may come and go; all others must stay.
     kept = [dim for dim, size in zip(operand.dims, before, strict=True) if size != 1]
     if [size for size in before if size != 1] != [size for size in after if size != 1]:
         raise NotProven("reshape of padded arrays")
@@ -529,6 +539,7 @@ class OnTrueShapes(optax.GradientTransformationExtraArgs):
             updates: Tree, state: Tree, params: Tree = None, **extra: Any
         ) -> tuple[dict[str, Any], Tree]:
             state = jax.tree.map(lambda name, x: cut(name, x) if name else x, owners, state)
+            # The other extra arguments are numbers and names (`extra_arguments`).
             if "grad" in extra:
                 extra["grad"] = cut_all(extra["grad"])
             params = None if params is None else cut_all(params)

@@ -107,6 +107,7 @@ class OnParameterTree(optax.GradientTransformationExtraArgs):
 
         def nest_state(state: Tree, arrays: Mapping[str, Any]) -> Tree:
             structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
+            # The structure of a state can depend on all of these.
             key = tuple((name, x.shape, x.dtype) for name, x in structs.items())
             if key not in nesters:
                 nesters[key] = _nester(jax.eval_shape(inner.init, tree.nest(structs)), tree)
@@ -135,6 +136,8 @@ class OnParameterTree(optax.GradientTransformationExtraArgs):
 def _nester(nested: Tree, tree: ParameterTree) -> Callable[[Tree], Tree]:
     """Builds the inverse of `state_by_name` for states with the structure of `nested`."""
     structure = jax.tree.structure(nested)
+    # The leaves are numbered, because a dict by name has them in another order than the user's
+    # tree.
     numbers = tree.state_by_name(structure.unflatten(range(structure.num_leaves)))
     place_of = {number: place for place, number in enumerate(jax.tree.leaves(numbers))}
 
@@ -147,6 +150,7 @@ def _nester(nested: Tree, tree: ParameterTree) -> Callable[[Tree], Tree]:
 
 def _children(node: Tree) -> tuple[list[Any], Any]:
     """Returns the children and the structure of one tree node; no children for a leaf."""
+    # Every node but the root counts as a leaf, so that only one level is flattened.
     children, structure = jax.tree.flatten(node, is_leaf=lambda part: part is not node)
     is_leaf = len(children) == 1 and children[0] is node
     return ([], None) if is_leaf else (children, structure)
@@ -208,6 +212,7 @@ def _values(tree: Tree, node: Tree) -> Iterator[tuple[str, Any]]:
     elif _is_container_like(tree, node) and not isinstance(tree, optax.MaskedNode):
         for pair in _pairs(tree, node):
             yield from _values(*pair)
+    # A named tuple may be a value itself, such as `MuonDimensionNumbers`.
     elif isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "_fields"):
         raise ValueError(
             f"{tree!r:.100} does not match the tree of the parameters {node!r:.100}; use the "

@@ -92,10 +92,12 @@ def _for_base_batch(
         return _joined(rise, risen, optax.constant_schedule(peak)), why
     why += f"{config.schedule} to {peak * config.final_lr_fraction:g}"
     if config.schedule_unit == "steps":
+        # At least 1: optax refuses a decay of 0 steps.
         decay = _decay(config, max(steps - risen, 1), max(round(config.decay_fraction * steps), 1))
         return _joined(rise, risen, lambda count: decay(jnp.maximum(count - risen, 0))), why
     known = _known(sizes)
     known.check_tokens("schedule_unit", "tokens")
+    # Floats, because JAX takes whole numbers as int32, and a run can have more tokens.
     total, first = known.tokens_until(steps), float(known.tokens_until(risen))
     tail = max(config.decay_fraction * total, 1.0)
     decay = _decay(config, max(total - first, 1.0), tail)
@@ -169,6 +171,7 @@ def _warmup(
 
 def _joined(rise: Schedule, risen: int, after: Schedule) -> Schedule:
     """Builds the rate of a warm-up of `risen` updates, followed by `after`."""
+    # Both rates are computed in every update, and `rise` would divide by 0.
     if risen == 0:
         return after
     return lambda count: jnp.where(count < risen, rise(count), after(count))
@@ -245,6 +248,7 @@ class OneCycle:
 
         names = ("cycle_first_stair_count", "cycle_second_stair_count")
         for name, stairs, size in zip(names, self._stairs, self._halves, strict=True):
+            # `_climb` multiplies these numbers as int32.
             if stairs * size >= 2**31:
                 given = name if getattr(self, name) is not None else names[0]
                 raise ConfigError(
@@ -270,6 +274,7 @@ class OneCycle:
         first, second = self._halves
         up, down = self._stairs
         rising = _climb(count, first, up)
+        # The half without updates is computed as well, although its value is not used.
         falling = _climb(first + second - count, max(second, 1), down)
         return jnp.where(count <= first, rising, falling)
 

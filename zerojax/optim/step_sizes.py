@@ -59,6 +59,7 @@ class StepSizes:
         """Number of tokens before each part."""
         assert self.tokens is not None
         before = [0]
+        # The last part has no end, so nothing follows it.
         for (low, high), tokens in zip(
             zip(self.after, self.after[1:], strict=False), self.tokens, strict=False
         ):
@@ -68,6 +69,7 @@ class StepSizes:
     def tokens_until(self, steps: int) -> int:
         """Returns the exact number of tokens of the first `steps` steps."""
         assert self.tokens is not None
+        # No part begins before step 0.
         part = sum(after < steps for after in self.after) - 1 if steps else 0
         return self._tokens_before[part] + (steps - self.after[part]) * self.tokens[part]
 
@@ -75,6 +77,7 @@ class StepSizes:
         """Returns the smallest number of steps that have at least `tokens` tokens."""
         assert self.tokens is not None
         part = max(sum(before < tokens for before in self._tokens_before) - 1, 0)
+        # A quotient of negative numbers is rounded down, so its negative is rounded up.
         return self.after[part] - (self._tokens_before[part] - tokens) // self.tokens[part]
 
     def tokens_of(self, count: ArrayLike) -> jax.Array:
@@ -85,6 +88,7 @@ class StepSizes:
         """
         assert self.tokens is not None
         part = self._part(count)
+        # float32, because a run can have more tokens than int32 can count.
         before = jnp.asarray(np.asarray(self._tokens_before, np.float32))[part]
         each = jnp.asarray(np.asarray(self.tokens, np.float32))[part]
         return before + self._steps_in(count, part) * each

@@ -32,6 +32,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
         **_: Any,
     ) -> tuple[Any, Any]:
         norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
+        # The order of operations is optax's, so that the bits are equal.
         scale = lambda x: jnp.where(norm < max_norm, x, x / norm.astype(x.dtype) * max_norm)  # noqa: E731
         return jax.tree.map(scale, updates), state
 
@@ -58,6 +59,7 @@ def with_raw_keys(tx: optax.GradientTransformation, params: Tree) -> optax.Gradi
       tx: transformation, returned unchanged if its state has no typed key.
       params: structs of the parameters.
     """
+    # The stored words of a key do not tell its implementation, so it is noted from the typed keys.
     impls: list[Any] = []
 
     def find(params: Tree) -> Tree:

@@ -42,6 +42,7 @@ NF4_LEVELS = np.array(
 """Levels of the 4-bit NormalFloat of QLoRA (Dettmers et al. 2023, arXiv:2305.14314), appendix E:
 means of neighbouring quantiles of the normal distribution, 8 from -1 to 0 and 9 from 0 to 1."""
 
+# A sum of two levels is exact in double precision, so the mean is rounded only once.
 _BOUNDARIES = ((NF4_LEVELS[1:].astype(np.float64) + NF4_LEVELS[:-1]) / 2).astype(np.float32)
 _CODE_BYTES = {"nf4": BLOCK // 2, "int8": BLOCK}
 _SCALE_BYTES = 2
@@ -97,8 +98,9 @@ class WeightCodes:
         """Quantizes values to uint8 blocks: the codes of 64 values, then their scale.
 
         The values are cast to float32. The result has `coded_shape(values.shape)`. It is a NumPy
-        array for a NumPy array, else a traced array. The bits are equal, because codes depend only
-        on comparisons with products, which NumPy and XLA round equally.
+        array for a NumPy array, else a traced array. The bits of nf4 are equal, because its codes
+        depend only on comparisons with products, which NumPy and XLA round equally. Codes of int8
+        depend on a quotient: their bits are equal where XLA rounds a division correctly.
         """
         blocked = self._in_blocks(values.shape, BLOCK)
         if not isinstance(values, np.ndarray):
@@ -118,6 +120,7 @@ class WeightCodes:
         bytes."""
         blocks = values.astype(np.float32)
         largest = xp.max(xp.abs(blocks), axis=axis, keepdims=True)
+        # A product with a constant: a compiled division could be rounded in another way.
         exact = largest if self.kind == "nf4" else largest * np.float32(1 / _LARGEST_INT8)
         if xp is np:
             scale = exact.astype(jnp.bfloat16).astype(np.float32)
@@ -126,6 +129,7 @@ class WeightCodes:
             scale = _rounded(exact, jnp.bfloat16, jnp.float32)
             bits = lax.bitcast_convert_type(scale, jnp.uint32)
         code = _nearest_nf4 if self.kind == "nf4" else _nearest_int8
+        # A bfloat16 is the upper half of a float32. Its lower byte comes first.
         parts = [
             code(xp, blocks, scale, axis),
             ((bits >> 16) & 255).astype(np.uint8),
@@ -251,6 +255,7 @@ def _level(code: jax.Array) -> jax.Array:
     chosen: list[Any] = [int(level) for level in NF4_LEVELS.view(np.int32)]
     code = code.astype(jnp.int32)
     for bit in range(4):
+        # 0 or -1, whose bits are all set.
         mask = -((code >> bit) & 1)
         pairs = zip(chosen[::2], chosen[1::2], strict=True)
         chosen = [low ^ (mask & (low ^ high)) for low, high in pairs]

@@ -54,12 +54,15 @@ class WireCodes:
         block, largest = BLOCKS[self.bits], _LARGEST[self.bits]
         missing = self.in_blocks(values.shape[-1]) - values.shape[-1]
         widths = [(0, 0)] * (values.ndim - 1) + [(0, missing)]
+        # Padding is zeros, which change no block's largest magnitude.
         values = jnp.pad(values.astype(jnp.float32), widths)
         blocks = values.reshape(*values.shape[:-1], -1, block)
         scales = _rounded_up(jnp.max(jnp.abs(blocks), axis=-1) / largest)
         # Checked explicitly: a maximum on CPUs may ignore NaN (xla_cpu_enable_fast_min_max).
         scales = jnp.where(jnp.isfinite(blocks).all(axis=-1), scales, jnp.nan).astype(scales.dtype)
         wide = scales.astype(jnp.float32)[..., None]
+        # A block of zeros has scale 0; the inner `where` keeps the division finite where it is
+        # discarded.
         quotients = jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1.0), 0.0)
         codes = jnp.clip(jnp.round(quotients), -largest, largest).astype(jnp.int8)
         sent = _as_bytes(codes, self.bits)
@@ -74,6 +77,7 @@ class WireCodes:
         size = block * self.bits // 8
         lead = sent.shape[:-1]
         codes = _from_bytes(sent[..., : blocks * size].reshape(*lead, blocks, size), self.bits)
+        # Two bytes are reinterpreted as one bfloat16, so the last dimension must be the pair.
         pairs = sent[..., blocks * size :].reshape(*lead, blocks, _SCALE_BYTES)
         scales = lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
         # 0 times infinity is NaN, so no value of such a block decodes to a number.
@@ -110,6 +114,8 @@ def _rounded_up(scales: jax.Array) -> jax.Array:
     exactly.
     """
     bits = lax.bitcast_convert_type(scales, jnp.uint32)
+    # 0xFFF0 and not 0xFFFF: a value up to 15 units above a bfloat16 is rounded to it, as the
+    # docstring says.
     up = (bits + jnp.uint32(0xFFF0)) & jnp.uint32(0xFFFF0000)
     return lax.bitcast_convert_type(up, jnp.float32).astype(jnp.bfloat16)
 
@@ -120,6 +126,8 @@ def _as_bytes(codes: jax.Array, bits: int) -> jax.Array:
     if bits == 8:
         return lax.bitcast_convert_type(codes, jnp.uint8)
     half = codes.shape[-1] // 2
+    # Codes of 4 bits are stored with 8 added, because shifts and masks of negative numbers keep
+    # the sign.
     low, high = ((part + 8).astype(jnp.uint8) for part in (codes[..., :half], codes[..., half:]))
     return low | (high << 4)
 

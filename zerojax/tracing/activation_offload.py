@@ -201,6 +201,7 @@ def loops_of_trace(
       num_parameters: number of inputs that are parameters.
       constants: arrays in the closure of the traced function that are parameters as well.
     """
+    # A program holds the arrays of a closure themselves, so they are told by identity.
     fixed = {id(leaf) for leaf in jax.tree.leaves(list(constants))}
     held = set(closed.jaxpr.invars[:num_parameters])
     pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
@@ -241,6 +242,7 @@ def _waits(aval: jax.core.ShapedArray) -> bool:
 
 
 def _find(program: Jaxpr, held: set[Any], inside: str) -> Iterator[LayerScan]:
+    # A copy, because the caller goes on with its own set.
     """Yields loops that slice parameters; omits loops over slices of another loop."""
     held = set(held)
     for equation in program.eqns:
@@ -255,10 +257,13 @@ def _find(program: Jaxpr, held: set[Any], inside: str) -> Iterator[LayerScan]:
             if any(parameters):
                 yield LayerScan(equation, inside, parameters)
                 continue
+            # Inside of the loop these are slices of other arrays, not parameters.
             operands[first:] = [None] * (len(operands) - first)
         elif kind == "cond":
+            # The first operand chooses the branch, and branches do not get it.
             operands = operands[1:]
         for inner in inner_programs(equation.params):
+            # Programs that get other values, such as rows of a scanned array, cannot be followed.
             if len(inner.invars) == len(operands):
                 pairs = zip(inner.invars, operands, strict=True)
                 passed = {variable for variable, atom in pairs if _holds(held, atom)}

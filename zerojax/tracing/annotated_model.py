@@ -67,6 +67,8 @@ class AnnotatedModel:
         reads = on_read or {}
         if not isinstance(function, Partial):
             function = Partial(function)
+        # The trace only marks the reads: their real functions belong to the mesh of the step, so
+        # `evaluate_reads` puts them in afterwards.
         marks = {name: MarkRead(name) for name in params if name in reads}
         values = {
             name: jax.eval_shape(reads.get(name, lambda x: x), value)
@@ -80,6 +82,7 @@ class AnnotatedModel:
             return self.inner.run(values, extras, key, call, train=train, on_read=marks)
 
         program, shape = self._trace(traced, (values, others))
+        # JAX flattens dicts in sorted order.
         inputs = [*(params[name] for name in sorted(params)), *jax.tree.leaves(others)]
         outputs = evaluate_reads(program, inputs, reads)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)

@@ -99,6 +99,7 @@ class _Follow:
     ) -> list[Dependence]:
         held: dict[Any, Dependence] = dict(zip(program.invars, inputs, strict=True))
         for variable, value in zip(program.constvars, consts, strict=False):
+            # Programs inside of others are followed without the values of their constants.
             self._numbers[variable] = _number_of(value)
 
         def of(atom: Operand) -> Dependence:
@@ -122,6 +123,7 @@ class _Follow:
             operands = [
                 plain(operand) if isinstance(operand, Raised) else operand for operand in operands
             ]
+        # Followed even if nothing depends on rows: calls of `batch_sum` inside are noted.
         if all(isinstance(operand, Fixed) for operand in operands):
             inner = self._inner(equation)
             return [FIXED] * number if inner is None else self.outputs(inner, operands)
@@ -168,6 +170,7 @@ class _Follow:
             if number:
                 factor = (1 / number if kind == "div" else number, 0.0)
         elif kind == "mul" and isinstance(operands[0], Fixed):
+            # NaN is not finite, so an unknown factor makes the scales unknown.
             factor = (0.0, self._number(equation.invars[0]) or math.nan)
         if factor is None or None in scales:
             return result
@@ -294,6 +297,7 @@ class _Follow:
             if True in zeros:  # Python's `sum` starts from 0
                 return second if zeros[0] else first
             return _added(first, second, commutes=kind != "sub")
+        # The quotient of a sum, rounded, is not the sum of rounded quotients.
         if kind == "div" and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
             return OTHER
         if isinstance(first, Total) and isinstance(second, Fixed):

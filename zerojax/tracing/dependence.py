@@ -97,6 +97,7 @@ class Follow:
 
         for equation in program.eqns:
             operands = [of(atom) for atom in equation.invars]
+            # Results without marks are not stored, and `of` returns 0 for them.
             if self._ends(equation, operands):
                 continue
             held.update(zip(equation.outvars, self._equation(equation, operands), strict=True))
@@ -170,9 +171,11 @@ class _RuleMarks(Follow):
             return super()._equation(equation, operands)
         # The body of a loop is traversed more than once, with more marks each time.
         self.marks[id(equation)] = self.marks.get(id(equation), 0) | union(operands)
+        # What the function returns is computed, and not the input as it was.
         return [0 if self._as_they_are else union(operands)] * len(equation.outvars)
 
     def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
+        # The programs inside did not get these operands one to one, so all of them count.
         if any(map(has_own_rules, inner_programs(equation.params))):
             self.marks[id(equation)] = union(operands)
         computed = self._as_they_are and equation.primitive.name not in SAME_NUMBERS
@@ -242,6 +245,7 @@ def _evaluate_inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
             values |= dict(zip(equation.outvars, outputs, strict=True))
             continue
         taken = list(dict.fromkeys(variables(equation.invars)))
+        # A result that nothing uses may be a placeholder, which cannot be an output.
         made = [variable for variable in equation.outvars if variable in used]
         alone = program.replace(
             constvars=[], invars=taken, outvars=made, eqns=[equation], effects=program.effects

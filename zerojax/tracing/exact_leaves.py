@@ -36,6 +36,7 @@ def find_exact_leaves(program: Jaxpr, leaves: Sequence[str | None]) -> dict[str,
         other leaves, or None for a parameter or another array of the model.
     """
     names = [name for name in leaves if name]
+    # Bit 0 is `_OF_PARAMETERS`.
     bits = {name: 2 << index for index, name in enumerate(names)}
     if not names:
         return {}
@@ -66,6 +67,8 @@ class _Exact(Follow):
 
     def _equation(self, equation: Equation, operands: list[Marks]) -> Sequence[Marks]:
         before = self._around
+        # JAX may call one traced program from several places, so an equation is told by those
+        # around it, too.
         self._around = (*before, id(equation))
         results = super()._equation(equation, operands)
         self._around = before
@@ -78,6 +81,7 @@ class _Exact(Follow):
     def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
         kind, marks = equation.primitive.name, union(operands)
         if (use := _use(equation)) is not None:
+            # Other operands of a sort are only moved along with its keys.
             examined = operands[: equation.params["num_keys"]] if kind == "sort" else operands
             self.used[self._around] = union(examined), use
         is_of_layer = marks & _OF_PARAMETERS and kind not in _CHOICES

@@ -144,6 +144,7 @@ class _Follow:
         """Processes the body of a loop; its carry must hold the same parameters in all
         iterations.
         """
+        # Once is enough: a parameter that changes its place in the carry is noted, and so refused.
         carried = operands[carry]
         outputs = self.outputs(body, operands, around)
         # Outputs after the carry are stacked rows of the iterations.
@@ -265,6 +266,7 @@ def find_rows(program: Jaxpr, times: int = 1, again: bool = False) -> Iterator[R
                 row_bytes=row_bytes,
                 result_bytes=result_bytes,
                 gate_bytes=array.dtype.itemsize,
+                # Under `vmap` the marked value has the gates of several calls.
                 times=times * (array.size // gates),
                 again=again,
             )

@@ -105,6 +105,7 @@ def equation_flops(equation: Equation) -> int:
     inner = [_jaxpr_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
     if name == "cond":
         return cost_of_branches(inner, [_share(x) for x in _inner_jaxprs(equation.params)])
+    # A loop without products is not asked for its number of iterations, which might warn.
     return sum(inner) * times_run(equation) if any(inner) else 0
 
 
@@ -269,6 +270,7 @@ def _trip_count(equation: Equation) -> int:
         counter, bound = cond.eqns[0].invars
         if counter in cond.invars[cond_consts:]:
             index = cond.invars.index(counter) - cond_consts
+            # `lax.fori_loop` carries its upper bound.
             if bound in cond.invars[cond_consts:]:
                 bound = start_of[cond.invars.index(bound) - cond_consts]
             increment = _increment(body, body.invars[body_consts + index], body.outvars[index])

@@ -158,12 +158,14 @@ def _note(
     index: _Index | None,
     limits_by_leaf: dict[str, list[IndexLimit]],
 ) -> None:
+    # A number was added, so the limits would not be those of the values in the batch.
     if not (isinstance(table, _Table) and isinstance(index, _Index)) or index.added:
         return
     numbers, params = equation.params["dimension_numbers"], equation.params
     if len(numbers.start_index_map) != 1 or params["mode"] == GatherScatterMode.CLIP:
         return
     dim = numbers.start_index_map[0]
+    # Slices of several rows must begin before the last row, so other limits hold for them.
     if params["slice_sizes"][dim] != 1:
         return
     high = equation.invars[0].aval.shape[dim]

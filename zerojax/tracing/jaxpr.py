@@ -117,6 +117,7 @@ def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], boundary: Sequence[An
     kept = []
     for equation in reversed(program.eqns):
         made = set(equation.outvars)
+        # What makes a variable of the boundary is on the other side of the cut.
         if made & needed and not made & known:
             kept.append(equation)
             needed.update(variables(equation.invars))
@@ -230,6 +231,7 @@ def constant_bytes(program: ClosedJaxpr) -> int:
     """Returns the bytes of all distinct arrays in a traced function's closure, also in nested
     programs.
     """
+    # One array may be a constant of several programs inside of each other.
     arrays = {id(array): array for array in _constants([program])}
     return sum(getattr(array, "nbytes", 0) for array in arrays.values())
 

@@ -189,6 +189,7 @@ class _Walk:
             consts, carry = operands[first : first + second], operands[first + second :]
             return self._repeated(equation.params["body_jaxpr"].jaxpr, consts, carry, [])
         inner = list(inner_programs(equation.params))
+        # The program of a kernel takes memory, not the values of the operands.
         if len(inner) == 1 and len(inner[0].invars) == len(operands) and kind != "pallas_call":
             return self.outputs(inner[0], operands)
         made_by = frozenset().union(*(value.made_by for value in operands))
@@ -206,6 +207,7 @@ class _Walk:
         ndim = expert_weights_ndim(equation)
         if ndim is not None and value.held is not None:
             name, dims = value.held
+            # The first dimension as the model sees it; `vmap` adds dimensions before it.
             use, at = self.uses[name], dims[len(dims) - ndim] if ndim <= len(dims) else ()
             if len(at) == 1:
                 use.expert_dim, use.expert_ndim = at[0], ndim - 1

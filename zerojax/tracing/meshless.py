@@ -46,6 +46,7 @@ class _Freed:
         self, traced_under: Context, constrain: Constrain, *, in_rule: bool = False
     ) -> None:
         self._traced_under, self._constrain, self._in_rule = traced_under, constrain, in_rule
+        # An equation that is made here has the context of the current mesh.
         self._context = _equations_of(lambda x: x + 1, [jax.ShapeDtypeStruct((), jnp.float32)])[
             0
         ].ctx
@@ -92,6 +93,7 @@ class _Freed:
 
     def _param(self, value: Any) -> Any:
         """Returns a parameter of an equation without types and shardings of the old mesh."""
+        # In JAX 0.12 both names are the same class, which `_open` handles.
         if isinstance(value, ClosedJaxpr) and not isinstance(value, Jaxpr):
             return self.closed(value)
         if isinstance(value, Jaxpr):
@@ -117,6 +119,7 @@ class _Freed:
         structs = [_typed(variable.aval) for variable in operands]
         primal = self._param(next(x for x in equation.params.values() if is_program(x)))
         if self._in_rule:  # not differentiated again; a rule may call its own function
+            # As one call, because exactly one equation takes the place of each.
             return _equations_of(jax.jit(jaxpr_as_fun(primal)), map(abstract_value, operands))
         own = _own_jvp if "jvp" in equation.primitive.name else _own_vjp
         rule = own(jaxpr_as_fun(primal), self._again, function, structs)
@@ -143,6 +146,7 @@ def _own_jvp(
 
     def pushed(*given: Tree) -> Any:
         values, tangents = given[: len(structs)], given[len(structs) :]
+        # JAX demands this dtype for tangents of integers.
         every = [np.zeros(x.shape, jax.dtypes.float0) for x in structs]
         for place, tangent in zip(floats, tangents, strict=True):
             every[place] = tangent
@@ -173,6 +177,7 @@ def _own_vjp(
             return function(*every)
 
         results, pull = jax.vjp(of_floats, *(values[place] for place in floats))
+        # The structure of the residuals is known only when the forward rule was traced.
         residuals, kept["tree"] = jax.tree.flatten(pull)
         kept["residuals"] = [_typed(jax.typeof(x)) for x in residuals]
         kept["results"] = [_typed(jax.typeof(x)) for x in results]
@@ -222,6 +227,7 @@ def _literal(atom: Literal) -> Literal:
     if aval is atom.aval:
         return atom
     value = np.asarray(atom.val)
+    # Only a Python number keeps the type weak.
     return Literal(value.item() if aval.weak_type else value, aval)
 
 

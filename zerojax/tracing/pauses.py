@@ -73,6 +73,7 @@ def _choose(program: Jaxpr, count: int) -> tuple[set[int], set[int]]:
     chosen, passed, total = set(), 0, sum(flops.values())
     for equation in program.eqns:
         passed += flops[id(equation)]
+        # In integers, so that the shares are exact.
         is_due = passed * (count + 1) >= total * (len(chosen) + 1) > 0
         if is_due and len(chosen) < count and flops[id(equation)] and id(equation) not in ends:
             chosen.add(id(equation))

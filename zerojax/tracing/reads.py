@@ -193,6 +193,7 @@ def _note_read(equation: Equation, names: Names, branch: Branch, reads: Reads) -
         reads.in_full.add(name)
     mapped = len(stored) - len(shape)
     reads.mapped_dims[name] = max(mapped, reads.mapped_dims.get(name, 0))
+    # If other dimensions could have been left out, it is not known which ones `vmap` maps.
     if mapped and list(_leaving(stored, shape)) != [tuple(range(mapped))]:
         reads.barriers.setdefault(
             name,
@@ -235,6 +236,7 @@ def _follow_branches(
     equation: Equation, operands: list[Names], branch: Branch, reads: Reads
 ) -> Sequence[Names]:
     kind, params = equation.primitive.name, equation.params
+    # "" is not final: a branch inside of one that is the same on all devices may still differ.
     branch = branch or ("" if id(equation) in reads.uniform else kind)
     if kind == "cond":
         branches = [_follow(b.jaxpr, operands[1:], branch, reads) for b in params["branches"]]

@@ -162,9 +162,12 @@ def join(several: Sequence[Dependence]) -> Dependence:
     rest = [value for value in several if not isinstance(value, Fixed)]
     if not rest:
         return several[0] if len(set(several)) == 1 else FIXED
+    # A value for each row may be combined with fixed ones, but a total and a fixed term give no
+    # total.
     if all(value == rest[0] for value in rest) and (
         len(rest) == len(several) or isinstance(rest[0], Rows)
     ):
+        # `==` ignores the field `scales`, so equal values may differ in it.
         return plain(rest[0]) if len(rest) > 1 else rest[0]
     return AFFINE if all(map(is_affine, several)) else OTHER
 

@@ -166,6 +166,7 @@ class _Follow:
             for branch in params["branches"]:
                 self.outputs(branch.jaxpr, operands[1:], times, again=again)
         else:
+            # The body does not get the constants of the condition.
             inputs = operands[params["cond_nconsts"] :]
             self.outputs(params["body_jaxpr"].jaxpr, inputs, times, again=again)
 

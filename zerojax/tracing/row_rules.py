@@ -105,11 +105,14 @@ def _reshape(equation: Equation, operands: list[Dependence], num_rows: int) -> D
     """
     (rows, *_) = operands
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    # With `dimensions` the operand is transposed first.
     if not isinstance(rows, Rows) or equation.params.get("dimensions") is not None:
         return OTHER
     before = math.prod(old[: rows.dim])
     for dim, size in enumerate(new):
         fits = math.prod(new[:dim]) == before and size % num_rows == 0
+        # With a single row any size is a multiple of the number of rows; then a dimension of size
+        # 1 has the rows only if their dimension had size 1 before.
         if fits and (size > 1 or old[rows.dim] == 1):
             return Rows(dim)
     return OTHER
@@ -138,6 +141,7 @@ def _window(equation: Equation, operands: list[Dependence]) -> Dependence:
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
     dim, params = rows.dim, equation.params
+    # Strides leave out rows; padding and dilation add some.
     one_row = params["window_dimensions"][dim] == 1 == params["window_strides"][dim]
     dilated = params.get("base_dilation")
     unpadded = tuple(params["padding"][dim]) == (0, 0) and (not dilated or dilated[dim] == 1)
@@ -276,12 +280,15 @@ def _dot_general(equation: Equation, operands: list[Dependence]) -> Dependence:
         pair = sides[0][1], sides[1][1]
         if pair in zip(*batched, strict=True):
             return Rows(list(batched[0]).index(pair[0]))
+        # Each row meets only the same row of the other operand, as in the gradient of a weight.
         return Total() if pair in zip(*contracted, strict=True) else OTHER
     ((side, dim),) = sides
+    # Each row has its own factor, so this is no plain total.
     if dim in contracted[side]:
         return OTHER
     if dim in batched[side]:
         return Rows(list(batched[side]).index(dim))
+    # The result has the batch dimensions, then the free ones of the left, then those of the right.
     ndim = [atom.aval.ndim for atom in equation.invars]
     taken = {*contracted[side], *batched[side]}
     place = [d for d in range(ndim[side]) if d not in taken].index(dim) + len(batched[0])

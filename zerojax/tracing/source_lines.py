@@ -41,6 +41,7 @@ def line_of_equation(equation: Equation) -> str | None:
 def is_of_users(filename: str) -> bool:
     """Returns whether a file belongs neither to a library nor to zerojax nor to Python."""
     path = os.path.abspath(filename)
+    # Code without a file, such as a notebook's, is known to `linecache`.
     if filename.startswith("<"):
         return bool(linecache.getlines(filename))
     if path.startswith((*_LIBRARIES, str(_OURS) + os.sep, _KERNELS)) or "site-packages" in path:

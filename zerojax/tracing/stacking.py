@@ -151,6 +151,7 @@ def _raw_value(leaf: Tree) -> Any:
 
 def _changed(before: Mapping[tuple[Any, ...], Any], after: nnx.State) -> nnx.State:
     """Returns the variables to which a layer has written; none in evaluation."""
+    # Values cannot be compared in a trace, but what was not written is still the same object.
     written = [
         (path, leaf)
         for path, leaf in nnx.to_flat_state(after)

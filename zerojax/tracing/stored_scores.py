@@ -112,6 +112,7 @@ class _Scores(Follow):
         ]
 
     def _ends(self, equation: Equation, operands: list[Marks]) -> bool:
+        # Also equations without marks are visited: products begin the marks.
         return not equation.outvars
 
     def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
@@ -132,11 +133,13 @@ class _Scores(Follow):
 
     def _product(self, equation: Equation, operands: list[Marks]) -> Marks:
         contracted, batch = equation.params["dimension_numbers"]
+        # Products with weights have no batch dimensions; scores have those of rows and heads.
         if not batch[0]:
             return 0
         for variable, marks, dims in zip(equation.invars, operands, contracted, strict=True):
             for number in self._after_exponential(marks):
                 self._contracted[number].add(math.prod(variable.aval.shape[dim] for dim in dims))
+        # The body of a loop is traversed more than once.
         if id(equation) not in self._numbers:
             self._numbers[id(equation)] = len(self._products)
             self._products.append(equation)

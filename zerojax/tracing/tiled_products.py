@@ -135,6 +135,7 @@ class WeightProduct:
             precision=self.equation.params["precision"],
             preferred_element_type=dtype,
         )
+        # The product has the free dimensions of the cotangent, then those of the weight in order.
         pairs = dict(zip(contracting[self.side], contracting[1 - self.side], strict=True))
         order = [*self.free_of(1 - self.side), *(pairs[at] for at in sorted(pairs))]
         return lax.transpose(found, [order.index(at) for at in range(len(order))])
@@ -207,6 +208,7 @@ def _moved(equation: Equation, dims: tuple[int | None, ...]) -> tuple[int | None
         found: list[int | None] = [None] * after.ndim
         for at, place in enumerate(equation.params["broadcast_dimensions"]):
             found[place] = dims[at] if before.shape[at] != 1 else None
+        # A broadcast that keeps the number of elements only adds dimensions of size 1.
         return tuple(found) if before.size == after.size else None
     left = [dim for dim, size in zip(dims, before.shape, strict=True) if size != 1]
     sizes = [size for size in before.shape if size != 1]
@@ -288,6 +290,8 @@ class TiledProduct:
                 grads = lax.dynamic_update_slice_in_dim(grads, own, index * size, self.dim)
             if sums:
                 return grads, self._put(of_other, at, index, of_given)
+            # The parts of all tiles are added, so they come in the dtype of the sum; `jax.vjp`
+            # would round each to the operand's.
             return grads, of_other + product.pull_back(product.operand(tile), part, of_other.dtype)
 
         shape = self._cut_shape(other.shape, at) if sums else other.shape

@@ -144,6 +144,7 @@ def _run_apart(equation: Equation, inputs: Sequence[Any], reads: Tilings) -> Seq
     if kind == "scan":
         return _run_loop(equation, inputs, reads)
     if not is_call(equation):
+        # Casts and changes of layout are done with each tile (`WeightProduct.operand`).
         return [inputs[0]]
     closed = program_of(equation)
     if not is_checkpoint(equation):
@@ -244,6 +245,7 @@ def tile_reads(function: Callable[..., Any], reads: Tilings) -> Callable[..., An
     def tiled(*args: Tree) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         found = find_reads_in_loops(closed.jaxpr, reads)
+        # Reads in branches have marks, but `find_reads_in_loops` leaves them out.
         for name in sorted({read.name for read in marked_reads(closed.jaxpr)} & reads.keys()):
             product, *others = found.get(name, ["no loop over layers reads it"])
             if others or isinstance(product, str):

@@ -97,6 +97,7 @@ def trace_model(
         except Exception:
             # The cause may be a placeholder of a parameter. If so, the trace works with the arrays,
             # and `find_reads` records that their stored values are used.
+            # No placeholder is left that could be the cause.
             if handed <= plain:
                 raise
             plain |= handed
@@ -116,6 +117,7 @@ def trace_model(
         (name, leaf.shape) if jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.shape else None
         for name, leaf in flat.items()
     ]
+    # The leaves of the batch are the last inputs.
     before = [None] * (len(jaxpr.jaxpr.invars) - len(of_batch))
     floats = [
         name if jnp.issubdtype(leaf.dtype, jnp.floating) else "" for name, leaf in flat.items()

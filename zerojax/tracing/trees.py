@@ -90,6 +90,7 @@ def flatten_names(tree: Tree) -> dict[str, Any]:
 def _is_plain(tree: Tree) -> bool:
     """Returns True for a dict of leaves with texts as keys, whose names are its keys. The batches
     of most models are so, and are flattened at every step."""
+    # JAX sorts the keys of a dict, but not those of an `OrderedDict`.
     is_dict = type(tree) is dict and all(type(key) is str for key in tree)
     return is_dict and jax.tree_util.all_leaves(tree.values())
 

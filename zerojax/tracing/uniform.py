@@ -39,6 +39,8 @@ def find_uniform_branches(
     """
     rest = len(program.invars) - num_params - num_extras
     extras: list[Marks] = [0] * num_extras
+    # Marks are only added, so the loop ends.
+    # What is computed from state that differs will differ in the next call.
     while True:
         walk = _Predicates()
         marks = [*[_DIFFERS] * num_params, *extras, *[_DIFFERS] * rest]
@@ -60,6 +62,8 @@ class _Predicates(Follow):
         super().__init__(frozenset())
         self.predicates: dict[int, Marks] = {}
 
+    # Also equations without marks are visited: their predicates are those that are the same
+    # everywhere.
     def _ends(self, equation: Equation, operands: list[Marks]) -> bool:
         return False
 

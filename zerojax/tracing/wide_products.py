@@ -90,6 +90,7 @@ class _Widened(Follow):
             kept = narrow and kind in SAME_NUMBERS
             return union(operands) if kept else 0
         if kind in PRODUCTS and not any(map(_is_narrow, equation.invars[:2])):
+            # The body of a loop is traversed more than once, with more marks each time.
             self.wide[id(equation)] = self.wide.get(id(equation), 0) | union(operands)
         if not narrow:
             return union(operands)

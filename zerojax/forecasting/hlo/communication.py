@@ -161,6 +161,8 @@ class _Finder:
     def __init__(self, program: Program, num_devices: int):
         self._program = program
         self._num_devices = num_devices
+        # One computation can be called from many places; without the store the search repeats each
+        # one.
         self._found: dict[str, dict[str, Collective]] = {}
 
     def inside(self, name: str) -> dict[str, Collective]:
@@ -170,6 +172,8 @@ class _Finder:
             for instruction in computation.instructions:
                 for inner in self._of_instruction(computation, instruction):
                     earlier = found.get(inner.name)
+                    # The same computation may be called twice, and its instructions then run more
+                    # often.
                     times = inner.times + (earlier.times if earlier else 0)
                     found[inner.name] = dataclasses.replace(inner, times=times)
             self._found[name] = found
@@ -183,6 +187,7 @@ class _Finder:
             dearest = max(branches, key=lambda branch: sum(c.wire_bytes * c.times for c in branch))
             return [dataclasses.replace(c, in_branch=True) for c in dearest]
         is_loop = instruction.opcode == "while"
+        # The start belongs to the wrapper: the collective inside has no start of its own.
         starts = instruction.name if instruction.opcode.endswith("-start") else None
         return [
             dataclasses.replace(
@@ -206,7 +211,9 @@ class _Finder:
         if kind == PERMUTE:
             pairs = _pairs(instruction)
             group = connected(pairs)
+            # A pair of a device with itself is a copy on the device and sends nothing.
             sources = [source for source, target in pairs if source != target]
+            # A permute is as slow as the device that sends most often.
             payload, wire = held, held * max(map(sources.count, sources), default=0)
         else:
             group = self.groups(kind, instruction)[0]
@@ -233,6 +240,8 @@ class _Finder:
             pairs = _pairs(instruction)
             while pairs:
                 found.append(connected(pairs))
+                # Only the source decides: a target is connected to its source, which is in the
+                # set.
                 pairs = [pair for pair in pairs if pair[0] not in found[-1]]
             return found
         attributes = instruction.attributes
@@ -243,11 +252,14 @@ class _Finder:
         groups = read_groups(text, self._num_devices)
         by_replica = kind in _OVER_REPLICAS and "channel_id" in attributes
         is_everyone = len(groups[0]) == self._num_devices
+        # A group of all devices is the same in both interpretations.
         if not by_replica or attributes.get("use_global_device_ids") == "true" or is_everyone:
             return groups
         partitions = self._program.num_partitions
         return [
-            tuple(r * partitions + p for r in group for p in range(partitions)) for group in groups
+            # Devices are numbered replica by replica.
+            tuple(r * partitions + p for r in group for p in range(partitions))
+            for group in groups
         ]
 
 
@@ -266,12 +278,14 @@ def _kind(instruction: Instruction) -> str:
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
         return kind
+    # XLA may split a permute into a `send` and a `recv` with this attribute; only one counts.
     return PERMUTE if kind == "send" and _SEND_PAIRS.search(instruction.attribute_text) else ""
 
 
 def _is_started(instruction: Instruction) -> bool:
     if instruction.opcode == "send":
         return True
+    # The compiler marks a started collective as synchronous if nothing runs beside it.
     settings = instruction.backend_config.get("collective_backend_config", {})
     return instruction.opcode.endswith("-start") and not settings.get("is_sync", False)
 
@@ -323,6 +337,7 @@ def connected(pairs: Sequence[tuple[int, int]]) -> Group:
     """Returns the devices that are reachable from the first pair of a permute through any number of
     pairs; () without pairs."""
     group = set(pairs[0]) if pairs else set()
+    # Pairs come in any order, so the group grows until a pass over them adds no device.
     while more := {d for pair in pairs if group.intersection(pair) for d in pair} - group:
         group |= more
     return tuple(sorted(group))
@@ -368,6 +383,7 @@ def _cut_axis(size: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     part, length). Returns such a pair for each dimension that results."""
     cut, before = [], 1
     for pre, length in sorted(parts):
+        # Between two requested parts lies a part of the axis that nobody named.
         if pre > before:
             cut.append((before, pre // before))
         cut.append((pre, length))

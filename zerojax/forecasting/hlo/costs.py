@@ -129,6 +129,7 @@ class Matmuls:
             found = _library_flops(computation, instruction)
         else:
             return []
+        # Without FLOPs the operands are not read: the call may have none.
         operands = [computation[name].arrays[0] for name in instruction.operands[:2] if found]
         small = all(array.dtype.startswith("f8") for array in operands)
         return [Product(flops, small) for flops in found]
@@ -180,6 +181,8 @@ def opaque_calls(program: Program) -> dict[str, int]:
         for instruction in computation.instructions:
             if instruction.opcode.removesuffix("-start") != "custom-call":
                 continue
+            # A computation that never runs has no calls; without this an unused one would be
+            # reported.
             times = program.times_run(computation.name)
             if times and not _library_flops(computation, instruction):
                 target = _target(instruction)
@@ -204,6 +207,7 @@ def _products_of_kernel(convolution: Instruction, kernel: Array, output: Array) 
     labels = re.fullmatch(r"\w+_(\w+)->\w+", convolution.attributes["dim_labels"])
     if labels is None:
         raise ValueError(f"{convolution!r} has no dim_labels of a form such as b01f_01io->b01f")
+    # The kernel holds every output feature, but one output element uses one of them.
     return 2 * output.size * kernel.size // kernel.shape[labels[1].index("o")]
 
 
@@ -231,6 +235,7 @@ def _library_flops(computation: Computation, call: Instruction) -> list[int]:
 
 def _cudnn_convolution_flops(computation: Computation, call: Instruction, target: str) -> int:
     first, second = (computation[name].arrays[0] for name in call.operands[:2])
+    # cuDNN's calls for gradients have the arrays of the forward convolution in other places.
     kernel, output = {
         "__cudnn$convBackwardInput": (second, first),
         "__cudnn$convBackwardFilter": (call.arrays[0], second),
@@ -308,6 +313,7 @@ class HbmTraffic:
         """Returns the bytes that the done instruction of an asynchronous operation writes; 0 if the
         start wraps a computation, which counts its own writes."""
         start = done.operands[0]
+        # Any number of updates may stand between a start and its done.
         while start in where and where[start].opcode.endswith("-update"):
             start = where[start].operands[0]
         wraps = start in where and where[start].callees.get("calls")
@@ -318,6 +324,7 @@ class HbmTraffic:
         in_place = _updated_in_place(body)
         needed = _elements_needed(body, in_place)
         read = sum(
+            # A parameter of no elements has 0 bytes, and the division must not fail.
             _bytes(operand.arrays) * needed.get(parameter.name, 0) // max(1, _size(parameter))
             for parameter, operand in zip(body.parameters, where.operands_of(fusion), strict=True)
         )
@@ -346,6 +353,7 @@ def _written(body: Computation, result: Instruction) -> int:
     in place; scratch memory of cuBLAS and cuDNN counts as 0."""
     if result.opcode == "get-tuple-element":
         source = body[result.operands[0]]
+        # In a fusion around a library call the workspace is the last element of the call's tuple.
         if int(result.attributes["index"]) >= len(_without_workspace(source)):
             return 0
     return _bytes(_without_workspace(result))
@@ -355,6 +363,7 @@ def _of_slice(where: Computation, instruction: Instruction) -> int:
     """Returns the bytes that a slice, gather, update or scatter reads and writes if it is a kernel
     of its own."""
     if instruction.opcode in _UPDATES:
+        # An update in place reads only the operands after its target, and writes the update.
         return _update_bytes(where, instruction) + _operand_bytes(where, instruction)
     return 2 * instruction.bytes + _operand_bytes(where, instruction)
 
@@ -409,12 +418,14 @@ def _elements_needed(body: Computation, in_place: set[str]) -> dict[str, int]:
     """
     needed = {result.name: _size(result) for result in _results(body)}
     pieces: dict[str, int] = {}
+    # Operands stand before their users, so backwards every user is known before its operands.
     for user in reversed(body.instructions):
         of_user = needed.get(user.name)
         if not of_user:
             continue
         for index, operand in enumerate(body.operands_of(user)):
             is_target = index == 0 and user.name in in_place
+            # The target of an update in place is neither read nor copied.
             part = 0 if is_target else _part_needed(user, index, operand, of_user)
             if user.opcode in _SLICES or user.opcode in _RENAMES:
                 # The pieces of a split differ, so they add up; `x * exp(x)` needs the same x twice.
@@ -428,8 +439,10 @@ def _part_needed(user: Instruction, index: int, operand: Instruction, of_user: i
     elements of its result."""
     size = _size(operand)
     if (user.opcode in _SLICES or user.opcode in _UPDATES) and index > 0:
+        # Positions, and the values of an update, are read whole.
         return size
     if user.opcode in _COMBINE and len(user.arrays) > 1:
+        # A call with several results may need any element for each of them.
         return size
     if user.opcode in _COMBINE:
         return -(-size * of_user // max(1, _size(user)))

@@ -73,6 +73,7 @@ class Dataflow:
 
     def __init__(self, program: Program):
         self.program = program
+        # Names are unique in a program, so one table serves all computations.
         self.instructions = {
             instruction.name: instruction
             for computation in program.computations.values()
@@ -132,6 +133,7 @@ class Dataflow:
     def _pass_on(self, source: Value, target: Value) -> None:
         """Adds an edge from every element of `source` to the same element of `target`."""
         name, index = source
+        # A tuple has no edges of its own; only its elements are values.
         for element, _ in _elements(self.instructions[name].type):
             if element[: len(index)] == index:
                 rest = element[len(index) :]
@@ -173,8 +175,11 @@ class Dataflow:
         (condition,) = instruction.callees["condition"]
         carried = self.program.computations[body].parameters[0].name, ()
         self._pass_on(operand, carried)
+        # The body's result is the carried value of the next iteration, which closes the circle.
         self._pass_on((self.program.computations[body].root.name, ()), carried)
         tested = self.program.computations[condition].parameters[0].name
+        # The condition has a parameter of its own, and its uses count as uses of the carried
+        # value.
         self._pass_on(carried, (tested, ()))
         self._pass_on(carried, (instruction.name, ()))
 
@@ -198,6 +203,7 @@ class Dataflow:
                 self._pass_on(operand, (name, (0, position)))
             self._call(callees[0], operands, (name, (1,)))
         elif opcode == "copy-start":
+            # Of (result, operand, context) only the result is a new value.
             self._add_edge(operands[0], (name, (0,)), Edge.SAME)
         else:
             for position, operand in enumerate(operands):
@@ -223,6 +229,8 @@ class Dataflow:
     def _connect_operation(self, instruction: Instruction, operands: list[Value]) -> None:
         name, opcode = instruction.name, instruction.opcode
         elements = [index for index, _ in _elements(instruction.type)]
+        # A combined collective has one result per operand, and each result comes from its own
+        # operand only.
         if opcode in _MOVES_ALL and len(elements) > 1:
             for index, operand in zip(elements, operands, strict=True):
                 self._add_edge(operand, (name, index), Edge.SAME)
@@ -247,11 +255,13 @@ class Dataflow:
             return Edge.ADDED
         if opcode in _SCALES:
             first, second = (self._is_scalar(value) for value in self._operands(instruction.name))
+            # Two arrays multiplied are not a scaling: the result has other numbers.
             scaled = {(True, False): 1, (False, True): 0}.get((first, second))
             return Edge.SAME if position == scaled else Edge.USED
         if opcode == "custom-call":
             if self.is_workspace((instruction.name, index)):
                 return None
+            # Such a call, as cuBLAS, adds its product to the array whose memory it writes.
             into = self._accumulates(instruction).get(position)
             if into is not None:
                 return Edge.ADDED if into == index else None
@@ -309,6 +319,7 @@ def _operands(instruction: Instruction) -> list[Value]:
     ]
 
 
+# The same types occur in thousands of instructions of a step.
 @functools.lru_cache(maxsize=1 << 16)
 def _elements(type_: Type) -> tuple[tuple[tuple[int, ...], Array], ...]:
     return tuple(_walk(type_, ()))

@@ -92,13 +92,16 @@ def find_host_copies(program: Program) -> list[HostCopy]:
     found: dict[tuple[str, str], HostCopy] = {}
     for where, instruction, times, depth in _executed(program, program.entry, 1, 0):
         for copy in _copies_of(program, where, instruction):
+            # A computation that is called twice yields the same instruction twice.
             key = copy.name, copy.direction
             earlier = found[key].times if key in found else 0
             found[key] = dataclasses.replace(copy, times=earlier + times, loop_depth=depth)
     copies = list(found.values())
+    # Without a schedule the order of the text says nothing about what runs at the same time.
     if not copies or not program.is_scheduled:
         return copies
     overlap = find_overlap(program, copies)
+    # Overlap must be known for all copies before their opposites can be compared.
     copies = [dataclasses.replace(copy, overlap=overlap[copy.name]) for copy in copies]
     return [dataclasses.replace(copy, opposite_bytes=_opposite(copy, copies)) for copy in copies]
 
@@ -140,6 +143,7 @@ def _executed(
     executed instruction; a kernel is one instruction."""
     for instruction in where.instructions:
         opcode = instruction.opcode
+        # A kernel may contain control flow in its text, but the program sees one launch.
         if opcode in _CONTROL_FLOW and not _is_kernel(program, instruction):
             deeper = depth + (opcode == "while")
             for name, often in instruction.runs():
@@ -154,6 +158,7 @@ def _is_kernel(program: Program, instruction: Instruction) -> bool:
     if instruction.opcode != "async-start":
         return instruction.opcode in _WRAPPERS
     inner = program.computations[instruction.callees["calls"][0]]
+    # A wrapper of one instruction is that kernel; with more, each of them is launched.
     return all(one.is_root or one.opcode == "parameter" for one in inner.instructions)
 
 
@@ -213,16 +218,19 @@ def _between(source: Array, target: Array, *, linear: bool) -> _Moved:
 def _moved_by_kernel(inner: Computation) -> _Moved:
     """Returns the bytes that a fusion copies: slices that it reads from host arrays, and updates
     that it writes to them."""
+    # Most fusions touch no host memory, and the following reads every operand.
     if not any(_on_host(array) for one in inner.instructions for array in one.arrays):
         return {}
     slices = [i for i in inner.instructions if i.opcode in (*_SLICES, "dynamic-update-slice")]
     moved = defaultdict(list, _moved_by_slices(inner, slices))
+    # An array that is read in slices must not count a second time as a whole.
     seen = {_source(inner, one).name for one in slices}
     for parameter in inner.parameters:
         if parameter.name not in seen:
             moved[TO_DEVICE] += [(x.bytes, False) for x in parameter.arrays if _on_host(x)]
     results = inner.operands_of(inner.root) if inner.root.opcode == "tuple" else [inner.root]
     for result in results:
+        # Of an updated array only the update crosses the link, which the slices counted.
         if _unnamed(inner, result).opcode not in ("dynamic-update-slice", "parameter"):
             moved[TO_HOST] += [(x.bytes, False) for x in result.arrays if _on_host(x)]
     alone = len(slices) == 1 and all(
@@ -239,6 +247,7 @@ def _moved_by_slices(where: Computation, slices: list[Instruction]) -> _Moved:
     for one in slices:
         source, linear = _source(where, one).arrays[0], "dynamic_slice_config" in one.backend_config
         if one.opcode in _SLICES:
+            # A slice from host memory into host memory does not cross the link.
             if _on_host(source) and not _on_host(one.arrays[0]):
                 moved[TO_DEVICE].append((one.bytes, linear))
         elif _on_host(one.arrays[0]):

@@ -100,6 +100,7 @@ def read_live(folder: Path) -> LiveAtPeak | None:
         return None
     try:
         most = max(map(len, found))
+        # A folder of several programs would mix their reports; a wrong page is worse than none.
         if most > 1:
             raise _NotUnderstood(f"{folder} has the reports of {most} programs instead of one")
         assignment, ranges, text = (paths[0].read_text() for paths in found)
@@ -156,6 +157,7 @@ def live_at_peak(assignment: str, ranges: str, program: Program) -> LiveAtPeak:
       assignment, ranges: texts of the buffer assignment and of the live ranges.
       program: the program that the reports describe.
     """
+    # Allocations of host memory are in the same report, but take no memory of the device.
     allocations = [a for a in _read_allocations(assignment) if a.kind != "host"]
     lives = _read_ranges(ranges)
     blocks = [a for a in allocations if a.kind == "temporary"]
@@ -182,6 +184,7 @@ def live_at_peak(assignment: str, ranges: str, program: Program) -> LiveAtPeak:
 
     values = [describe(span.value, count) for span, count in owned if count]
     parameters = [a for a in allocations if a.kind == "argument"]
+    # An argument that is a tuple has several allocations with the same parameter number.
     parameters.sort(key=lambda a: (a.parameter, a.number))
     return LiveAtPeak(
         moment=moment,
@@ -195,6 +198,7 @@ def live_at_peak(assignment: str, ranges: str, program: Program) -> LiveAtPeak:
 
 
 def _argument(allocation: _Allocation, program: Program) -> _Placed:
+    # Outputs that reuse the memory of a donated argument are listed in its allocation as well.
     for value in allocation.values:
         if _find(program, value.name).opcode == "parameter":
             return value
@@ -262,9 +266,11 @@ def _read_header(line: str) -> _Allocation:
             f"probably of another JAX version: {line[:120]!r}"
         )
     number, size, rest = match.groups()
+    # What stands between bars is a shape, whose commas would be taken for separators.
     rest = re.sub(r"\|.*\|(?: at ShapeIndex \{[\d,]*\})?", "", rest)
     words = [word.split() for word in rest.split(",") if word.strip()]
     named = {word[0]: word[-1] for word in words}
+    # A word that is not known may change what the bytes are, so the report is refused as a whole.
     unknown = named.keys() - _KINDS.keys() - {"page", "color", "shape", "output"}
     kinds = [_KINDS[name] for name in _KINDS if name in named]
     if unknown or not kinds:
@@ -274,6 +280,7 @@ def _read_header(line: str) -> _Allocation:
     return _Allocation(
         number=int(number),
         size=int(size),
+        # Host memory is marked by its color only; its other words are those of device memory.
         kind="host" if int(named.get("color", 0)) == _HOST_COLOR else kinds[0],
         parameter=int(named["parameter"]) if "parameter" in named else None,
         values=[],
@@ -319,17 +326,22 @@ def _fullest(spans: Sequence[_Span]) -> tuple[int, list[tuple[_Span, int]]]:
     sums: dict[int, int] = defaultdict(int)
     for span in spans:
         sums[span.start] += span.value.size
+        # The last instruction belongs to the lifetime, so the bytes are free after it.
         sums[span.end + 1] -= span.value.size
     bounds, running = [], 0
     for moment in sorted(sums):
         running += sums[moment]
         bounds.append((-running, moment))
     most, best, owned = -1, 0, []
+    # Moments are in the order of their upper bounds: the first bound below the best ends the
+    # search.
     for bound, moment in sorted(bounds):
         if -bound < most:
             break
         here = _own_bytes([span for span in spans if span.start <= moment <= span.end])
         used = sum(count for _, count in here)
+        # Of equally full moments the first is taken, so that a page does not depend on the order
+        # of a set.
         if used > most or (used == most and moment < best):
             most, best, owned = used, moment, here
     return best, owned
@@ -339,6 +351,7 @@ def _own_bytes(spans: Sequence[_Span]) -> list[tuple[_Span, int]]:
     """Returns each of the values live at one moment with the number of its bytes that no value
     which starts later reuses; the numbers add up to the bytes in use."""
     owned, taken = [], []
+    # Bytes that two values share belong to the later one, so later starts are placed first.
     for span in sorted(spans, key=lambda span: (-span.start, span.end, span.value.name)):
         block, first, end = span.place
         pieces = [(first, end)]

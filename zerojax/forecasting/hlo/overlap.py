@@ -102,6 +102,7 @@ class _Finder:
             return Overlap()
         where, start = self._program.find(collective.start)
         settings = start.backend_config.get("collective_backend_config", {})
+        # The compiler marks operations outside of loops too, where nothing is one iteration ahead.
         marked = bool(settings.get("is_pipelined")) and collective.loop_depth > 0
         flight = self._flight(where, start)
         if flight is None:
@@ -127,6 +128,7 @@ class _Finder:
     def _flight(self, where: Computation, start: Instruction) -> _Flight | None:
         begin = where.positions[start.name] + 1
         found, carried = self._follow(where, begin, start.name, ())
+        # Only a body has a next iteration; the result of any other computation leaves it for good.
         if found or carried is None or not self._is_loop_body(where):
             return found
         # The value leaves the body through its root: its done is in the next iteration.
@@ -153,6 +155,8 @@ class _Finder:
                 if operand not in held:
                     continue
                 path = held[operand]
+                # A done of a part belongs to another operation: a done waits for the whole value
+                # of its start.
                 if user.opcode.endswith("-done") and not path:
                     return _Flight(user.name, [(where, begin, position)], crosses=False), None
                 if user.opcode == "while":
@@ -160,6 +164,8 @@ class _Finder:
                     if flight:
                         before = (where, begin, position)
                         return _Flight(flight.done, [before, *flight.stretches], True), None
+                # A loop that does not wait for the value carries it on at the same place of its
+                # tuple.
                 moved = _path_in_user(user, index, path)
                 if moved is not None:
                     held[user.name] = moved

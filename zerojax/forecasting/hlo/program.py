@@ -98,6 +98,8 @@ class Instruction:
 
     @functools.cached_property
     def _end_of_operands(self) -> int:
+        # Few operands have brackets of their own, and counting every bracket of a long line is
+        # slow.
         end = self._rest.find(")")
         if self._rest.find("(", 0, end) < 0:
             return end
@@ -138,6 +140,7 @@ class Instruction:
         if self.opcode in ("constant", "parameter"):
             return ()
         text = self.operand_text
+        # With signs the names are marked; without them the name is the last word of each part.
         if "%" in text:
             return tuple(_NAME.findall(text))
         return tuple(part.split()[-1] for part in split_outside_brackets(text))
@@ -161,6 +164,7 @@ class Instruction:
         calls store a program there)."""
         text = self.attributes.get("backend_config", "{}")
         try:
+            # Some backends print their settings as a JSON text inside of a JSON text.
             value = json.loads(text)
             value = json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError:
@@ -171,6 +175,8 @@ class Instruction:
     def callees(self) -> dict[str, tuple[str, ...]]:
         """{attribute: names of the computations that it refers to}, such as {"body":
         ("region_0.5",)}."""
+        # Most instructions call nothing, and a search of the text is faster than to parse
+        # attributes.
         if not _MAY_CALL.search(self.attribute_text):
             return {}
         return {
@@ -205,6 +211,7 @@ class Instruction:
         iterations is unknown counts as one iteration.
         """
         trips = self.trip_count if self.opcode == "while" else None
+        # One iteration is a lower bound; `unknown_loops` names these loops, and pages say so.
         trips = 1 if trips is None else trips
         for key, names in self.callees.items():
             times = {"body": trips, "condition": trips + 1}.get(key, 1)
@@ -233,6 +240,7 @@ class Computation:
     @functools.cached_property
     def root(self) -> Instruction:
         marked = (instruction for instruction in self.instructions if instruction.is_root)
+        # Without a mark the root is the last instruction of the computation.
         return next(marked, self.instructions[-1])
 
     @functools.cached_property
@@ -267,6 +275,7 @@ class Program:
         entry: Computation,
         frames: SourceFrames | None = None,
     ):
+        # Programs for one device may leave these numbers out.
         def number(key: str) -> int:
             found = re.search(rf"\b{key}=(\d+)", header)
             return int(found[1]) if found else 1
@@ -303,6 +312,8 @@ class Program:
         Raises:
           KeyError: the program has no such computation.
         """
+        # A computation can be called from thousands of places, and each asks for the times of its
+        # callers.
         if name not in self._times:
             self._times[name] = sum(
                 self.times_run(caller) * times for caller, times in self._calls[name]
@@ -333,6 +344,7 @@ class Program:
             for computation in self.computations.values()
             for instruction in computation.instructions
             if instruction.opcode == "while"
+            # A loop of 0 iterations has a number, so only None means unknown.
             and instruction.trip_count is None
             and self.times_run(computation.name)
         )
@@ -365,6 +377,7 @@ def read_program(text: str) -> Program:
     current: Computation | None = None
     entry: Computation | None = None
     header, tables = "", []
+    # The comments number long tuples, and their text would be taken for a part of the type.
     for line in _INDEX_COMMENT.sub("", text).splitlines():
         if current is None:
             if line.startswith("HloModule"):
@@ -373,6 +386,8 @@ def read_program(text: str) -> Program:
                 current = computations[opening[2]] = Computation(opening[2])
                 entry = current if opening[1] else entry
             else:
+                # Tables of files and frames stand before the first computation, in the order of
+                # their use.
                 tables.append(line)
         elif line.startswith("}"):
             current = None
@@ -384,6 +399,7 @@ def read_program(text: str) -> Program:
             f"begins with "
             f"{text[:60]!r}; pass the result of compiled.as_text()"
         )
+    # A condition may be printed after its loop, so loops are counted when the whole text is read.
     for computation in computations.values():
         for instruction in computation.instructions:
             if instruction.opcode == "while" and instruction.trip_count is None:
@@ -444,6 +460,7 @@ def _array(dtype: str, dims: str, layout: str | None) -> Array:
             f"({', '.join(sorted(_BITS))}, f8e*); add its size to "
             "zerojax/forecasting/hlo/program.py"
         )
+    # The size of a dynamic dimension is printed as its upper bound, `<=8`.
     shape = tuple(int(dim.strip().removeprefix("<=")) for dim in dims.split(",") if dim.strip())
     packed = _PACKED.search(layout or "")
     space = _MEMORY_SPACE.search(layout or "")
@@ -452,6 +469,7 @@ def _array(dtype: str, dims: str, layout: str | None) -> Array:
     )
 
 
+# A step has thousands of instructions, but few different texts of types.
 @functools.lru_cache(maxsize=1 << 16)
 def read_type(text: str) -> Type:
     """Parses the type in `text`: an `Array`, or a tuple of types, nested as in the text.

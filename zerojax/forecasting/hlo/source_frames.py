@@ -55,6 +55,7 @@ class SourceFrames:
         found = _FRAME.search(attributes)
         if found is not None:
             number = int(found[1])
+            # Many instructions have the same frame, and a stack is many tables deep.
             if number not in self._stacks:
                 self._stacks[number] = list(self._stack(number))
             return self._stacks[number]
@@ -62,6 +63,7 @@ class SourceFrames:
         return [(place[1], int(place[2]))] if place else []
 
     def _stack(self, number: int) -> Iterator[Frame]:
+        # Number 0 is in no table, so it ends the stack.
         while number in self._tables["StackFrames"]:
             frame = _fields(self._tables["StackFrames"][number])
             place = _fields(self._tables["FileLocations"].get(frame.get("file_location_id", 0), ""))
@@ -70,6 +72,8 @@ class SourceFrames:
                 yield file, place.get("line", 0)
             # Printed with 1 added, as 0 means none: the outermost frame has 1.
             parent = frame.get("parent_frame_id", 1) - 1
+            # A frame comes after its caller in the table; a text that says otherwise must not loop
+            # forever.
             number = parent if parent < number else 0
 
 

@@ -72,6 +72,7 @@ class _Reader:
         self._matmuls, self._traffic = Matmuls(program), HbmTraffic(program)
         self._transfers: dict[str, list[tuple[str, str, int]]] = {}
         self._waits: set[str] = set()
+        # Several transfers can begin with one instruction: a kernel may copy in both directions.
         for index, one in enumerate(collectives):
             self._add(one.start or one.name, overlap[one.name].done, COLLECTIVE, index)
         for index, copy in enumerate(copies):
@@ -80,6 +81,7 @@ class _Reader:
     def _add(self, begins: str, done: str | None, kind: str, index: int) -> None:
         if done is not None:
             self._waits.add(done)
+        # A transfer without a done is waited for by its own instruction.
         self._transfers.setdefault(begins, []).append((done or begins, kind, index))
 
     def of_computation(self, name: str) -> Timeline:
@@ -107,6 +109,7 @@ class _Reader:
             yield [BRANCHES, shares, [self.of_computation(name) for name in one.branches]]
         elif one.opcode == "while":
             body = self.of_computation(one.callees["body"][0])
+            # A loop whose body takes no time would only make the replay longer.
             if body:
                 trips = one.trip_count
                 yield [LOOP, 1 if trips is None else trips, body]
@@ -120,10 +123,13 @@ class _Reader:
         products = self._matmuls.products(where, one)
         flops = sum(product.flops for product in products)
         moved = self._traffic.of_kernel(where, one)
+        # An instruction that computes and moves nothing is no kernel, so it costs no launch
+        # either.
         if not flops and not moved:
             return
         eight = sum(product.flops for product in products if product.is_eight_bit)
         kind, keys = FUSION, 0
+        # Attention states FLOPs as products do, so it must be asked for first.
         if "fmha" in one.attributes.get("custom_call_target", ""):
             kind, keys = ATTENTION, attention_keys(one)
         elif flops:
@@ -150,6 +156,7 @@ def _joins(found: Timeline, entry: list[Any]) -> bool:
     if not found or entry[0] != KERNEL or found[-1][0] != KERNEL:
         return False
     last = found[-1]
+    # All but the number of launches must be the same; flops and bytes are of one launch.
     if [last[1], *last[3:7]] != [entry[1], *entry[3:7]]:
         return False
     last[2] += entry[2]

@@ -68,6 +68,7 @@ def derive_trip_count(
     index, limit = bound
     step = _increment(computations, body, index)
     start = _element(computations, where, loop.operands[0], index)
+    # A loop that does not step forward would not end, so its condition was read wrongly.
     if step is None or start is None or step <= 0:
         return None
     return max(0, -(-(limit - start) // step))
@@ -83,6 +84,7 @@ def _less_than(
         return None
     comparison, (left, right) = found
     direction = comparison.attributes.get("direction")
+    # Compilers also write `constant > counter`.
     if direction == "GT":
         left, right, direction = right, left, "LT"
     index = _tuple_index(condition, left)
@@ -105,6 +107,7 @@ def _increment(
     if found is None:
         return None
     _, operands = found
+    # The counter may be either operand of the sum.
     for one, other in (operands, operands[::-1]):
         if _tuple_index(body, one) == index:
             return _constant(computations, body, other)
@@ -132,6 +135,7 @@ def _binary(
     if root.opcode != opcode:
         return None
     outside = where.operands_of(instruction)
+    # The comparison may be fused with copies of its operands, which are parameters of the fusion.
     seen = []
     for operand in inner.operands_of(root):
         operand = _same_value(inner, operand)
@@ -152,6 +156,8 @@ def _same_value(where: _Computation, instruction: _Instruction) -> _Instruction:
 def _tuple_index(where: _Computation, instruction: _Instruction) -> int | None:
     """Returns the index of the element of the computation's only parameter that a value is; None
     for other values."""
+    # Operands of a fusion's root may be constants inside the fusion, which `where` does not
+    # contain.
     if instruction.name in where:
         instruction = _same_value(where, instruction)
     if instruction.opcode != "get-tuple-element":
@@ -179,9 +185,11 @@ def _constant(
     if instruction.opcode == "fusion":
         inner = computations[instruction.callees["calls"][0]]
         instruction = _same_value(inner, inner.root)
+        # A fusion may hand on its constant as a broadcast.
         if instruction.opcode == "broadcast":
             instruction = inner[instruction.operands[0]]
     if instruction.opcode != "constant":
         return None
     text = instruction.operand_text.strip()
+    # A constant of several elements is printed with brackets and is no bound of a counter.
     return int(text) if re.fullmatch(r"-?\d+", text) else None

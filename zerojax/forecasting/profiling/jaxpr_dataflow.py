@@ -54,6 +54,7 @@ NOTHING, SCALAR = ParameterOrigin(), ParameterOrigin(is_scalar=True)
 def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOrigin:
     """Combines the origins of two possible sources of a value, such as the two branches of a
     conditional."""
+    # An origin without names is a possible source as well, but it adds no parameter.
     if first == second or not second.names:
         return first
     if not first.names:
@@ -69,11 +70,13 @@ def origin_of_output(equation: Equation, given: Sequence[ParameterOrigin]) -> Pa
         spread = kind == "broadcast_in_dim" or kind in _SAME
         shapes = [atom.aval.shape for atom in equation.invars]
         scalars = [o.is_scalar or shape == () for o, shape in zip(given, shapes, strict=True)]
+        # A scalar that is spread stays a scale, so a later product with it keeps its parameter.
         return SCALAR if spread and all(scalars) else NOTHING
     if kind == "concatenate":
         return _concatenated(equation, given)
     if kind == "dynamic_slice" and given[0].dim is not None:
         first, size = given[1 + given[0].dim].number, params["slice_sizes"][given[0].dim]
+        # Without a constant start the slice may be of any part, so all names stay.
         return given[0] if first is None else _between(given[0], first, first + size)
     origin = next(origin for origin in given if origin.names)
     if kind in _SAME:
@@ -81,6 +84,7 @@ def origin_of_output(equation: Equation, given: Sequence[ParameterOrigin]) -> Pa
             o.names or o.is_scalar or atom.aval.shape == ()
             for o, atom in zip(given, equation.invars, strict=True)
         ]
+        # The product of two arrays has numbers of both, so it is no longer the parameter.
         return origin if kind not in ("mul", "div") or all(others) else NOTHING
     if kind not in _MOVES:
         return NOTHING
@@ -96,9 +100,13 @@ def _concatenated(equation: Equation, given: Sequence[ParameterOrigin]) -> Param
             names += origin.names
             sizes += origin.sizes
         elif len(origin.names) <= 1:
+            # An array without a parameter keeps its place under an empty name, so that offsets
+            # stay right.
             names.append(origin.names[0] if origin.names else "")
             sizes.append(atom.aval.shape[dim])
         else:
+            # Concatenated again along another dimension, the parts can no longer be told apart by
+            # an offset.
             return ParameterOrigin(tuple(name for one in given for name in one.names))
     if len({*names}) == 1:
         return ParameterOrigin((names[0],))
@@ -137,6 +145,7 @@ def _reshaped(
     for dim in range(len(after)):
         if math.prod(after[:dim]) == ahead and after[dim] == before[origin.dim]:
             return dataclasses.replace(origin, dim=dim)
+    # The dimension was merged with others, so the parts cannot be separated any more.
     return ParameterOrigin(tuple(name for name in origin.names if name))
 
 
@@ -164,6 +173,8 @@ def _gathered(
     equation: Equation, params: Mapping[str, Any], origin: ParameterOrigin
 ) -> ParameterOrigin:
     assert origin.dim is not None
+    # Tiled gathers repeat the parts along the dimension once per shard, and offsets lose their
+    # meaning.
     if params["tiled"]:
         return (
             origin
@@ -200,6 +211,8 @@ class RequiredEquations:
         Returns:
           (a flag for each input, a flag for each output of each equation).
         """
+        # Callers hold the programs, so an `id` stays that of one program while the results are
+        # stored.
         key = id(program), tuple(outputs)
         if key not in self._known:
             self._known[key] = self._find(program, outputs)
@@ -212,6 +225,7 @@ class RequiredEquations:
             if flag and not isinstance(atom, Literal)
         }
         found: list[Flags] = []
+        # Backwards every user of a value is known before the equation that computes it.
         for equation in reversed(program.eqns):
             flags = tuple(variable in needed for variable in equation.outvars)
             found.append(flags)
@@ -227,6 +241,7 @@ class RequiredEquations:
             return self.of_scan(equation, outputs)[0]
         if kind == "optimization_barrier":  # each output depends on its own input
             return outputs
+        # A wait passes no number on: its input is only ordered before.
         if is_wait(equation):
             return [False]
         programs = list(inner_programs(equation.params))
@@ -234,6 +249,7 @@ class RequiredEquations:
             each = [self.of(program, outputs)[0] for program in programs]
             return [True, *(any(flags) for flags in zip(*each, strict=True))]
         for program in programs:
+            # An equation whose inner program has other inputs may read everything.
             if is_call(equation, program):
                 return self.of(program, outputs)[0]
         return everything
@@ -247,6 +263,8 @@ class RequiredEquations:
         constants, carried = split_scan(equation)
         body = equation.params["jaxpr"].jaxpr
         wanted = list(outputs)
+        # A carry that is needed may need other carries of the iteration before, until nothing is
+        # added.
         while True:
             inputs = self.of(body, wanted)[0]
             carry = inputs[constants : constants + carried]
@@ -260,6 +278,7 @@ def is_call(equation: Equation, program: Jaxpr) -> bool:
     """Returns whether an equation runs a jaxpr exactly once, with the equation's own inputs and
     outputs."""
     return (
+        # These have an inner program of the same size, but run it not at all, or several times.
         equation.primitive.name not in ("scan", "while", "cond", "pallas_call")
         and len(program.invars) == len(equation.invars)
         and len(program.outvars) == len(equation.outvars)

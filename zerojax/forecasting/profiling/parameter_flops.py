@@ -72,6 +72,7 @@ def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
     traced = step.trace(plan.abstract_state, plan.abstract_batch)
     _, results, *_ = jax.eval_shape(step, plan.abstract_state, plan.abstract_batch)
     before = len(jax.tree.leaves(plan.abstract_state))
+    # The loss is found by its name, since the metrics of a step depend on its features.
     metrics = [
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(results)
     ]
@@ -97,9 +98,11 @@ def rows_of(program: ClosedJaxpr, names: Sequence[str | None], loss: int) -> lis
       names: for each input the name of the parameter that it contains, or None.
       loss: index of an output that only the forward pass computes.
     """
+    # Dead equations would be counted as products that the compiled step does not compute.
     needed = without_waste(program)
     outputs = [index == loss for index in range(len(needed.outvars))]
     walk = _Walk()
+    # Each input is a value of its own, even if two have the same origin.
     start = [(NOTHING if name is None else ParameterOrigin((name,)), object()) for name in names]
     walk.follow(needed, start, outputs, 1, True)
     return _rows(walk.products)
@@ -156,6 +159,8 @@ class _Walk:
             if isinstance(atom, Literal):
                 is_number = np.issubdtype(np.asarray(atom.val).dtype, np.integer)
                 return ParameterOrigin(number=int(atom.val) if is_number else None), object()
+            # A value that is read before it was followed, such as a constant, has one identity
+            # from now on.
             return values.setdefault(atom, (NOTHING, object()))
 
         for equation, wanted in zip(program.eqns, flags, strict=True):
@@ -195,6 +200,7 @@ class _Walk:
         if kind == "optimization_barrier":
             return given
         origin = origin_of_output(equation, [origin for origin, _ in given])
+        # A product with an array is no scale: it gives other numbers, and so another identity.
         scales = [o.is_scalar or a.aval.shape == () for (o, _), a in _rest(given, equation)]
         same = given and (origin.names or (kind in _KEEP_IDENTITY and all(scales)))
         return [(origin, given[0][1] if same else object()), *fresh[1:]]
@@ -204,6 +210,7 @@ class _Walk:
     ) -> None:
         shapes = [atom.aval.shape for atom in equation.invars[:2]]
         numbers = equation.params.get("dimension_numbers") or str(equation.params)
+        # Convolutions and ragged products state their dimensions under other parameters.
         signature = str((shapes, numbers))
         flops = equation_flops(equation) * times
         self._add(flops, equation, given[:2], is_forward, signature)
@@ -222,6 +229,8 @@ class _Walk:
             _Product(
                 flops=flops,
                 names=names,
+                # Factors are the activations or cotangents by which products of a backward pass
+                # are matched.
                 is_forward=is_forward,
                 signature=signature,
                 factors=tuple(identity for origin, identity in given if not origin.names),
@@ -245,6 +254,8 @@ class _Walk:
         # Inside the body a stacked value has one dimension less and a new identity.
         inside = given[: carry.stop] + [(_unstacked(o), object()) for o, _ in given[carry.stop :]]
         while True:
+            # Products are recorded only when the origins of the carry are final, or they would
+            # count twice.
             results = self.follow(body, inside, wanted, times * length, False)
             joined = [
                 (join_origins(old[0], new[0]), old[1])
@@ -270,6 +281,8 @@ class _Walk:
         """Visits the branches of a conditional and returns the values of its outputs, with the
         origins of all branches joined. Only products of the most expensive branch are recorded, as
         in `tracing.flops`."""
+        # The dearest branch counts, as it does in the FLOPs of the step; the rows must add up to
+        # these.
         cost = [sum(map(equation_flops, program.eqns)) for program in programs]
         dearest = cost.index(max(cost))
         results = [
@@ -312,10 +325,13 @@ def _rows(products: Sequence[_Product]) -> list[ParameterFlops]:
     forward: dict[str, float] = collections.defaultdict(float)
     backward: dict[str, float] = collections.defaultdict(float)
     again: dict[str, float] = collections.defaultdict(float)
+    # A backward product with the names and the shapes of a forward one repeats it.
     known = {(p.names, p.signature) for p in products if p.is_forward}
     partners = _partners(products, known)
     rest = 0.0
     for product in products:
+        # A gradient of a parameter reads no parameter; its partner, which shares the cotangent,
+        # does.
         names = product.names or _gradient_of(product, partners)
         name = _joined(names)
         if product.is_forward:
@@ -351,6 +367,8 @@ def _partners(
     found: dict[object, list[tuple[int, _Product]]] = collections.defaultdict(list)
     for product in products:
         if product.names and not product.is_forward:
+            # A recomputed product has the forward's factors, not the cotangent, so it comes
+            # second.
             order = int((product.names, product.signature) in known)
             for factor in product.factors:
                 found[factor].append((order, product))
@@ -368,10 +386,12 @@ def _gradient_of(
         (order, partner.names)
         for factor in product.factors
         for order, partner in partners.get(factor, ())
+        # The gradient of a parameter has as many elements as the parameter.
         if partner.weight_size == product.result_size
     ]
     if not met:
         return ()
     first = min(order for order, _ in met)
     candidates = {names for order, names in met if order == first}
+    # Two parameters of one size that share a cotangent cannot be told apart.
     return next(iter(candidates)) if len(candidates) == 1 else ()

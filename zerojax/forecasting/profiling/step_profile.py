@@ -86,6 +86,7 @@ def draw(profile: StepProfile) -> str:
 def _log_folder(trace: Path) -> Path:
     """Returns the folder that contains plugins/profile/DATE/HOST.trace.json.gz, which profiling
     tools take as their log folder."""
+    # A trace that was moved may lie in no such folders.
     return trace.parents[3] if len(trace.parents) > 3 else trace.parent
 
 
@@ -117,6 +118,7 @@ def _wall_clock(profile: StepProfile) -> str:
     }
     lines = ["Wall clock, per step"]
     for key, seconds in profile.spent.items():
+        # Times of what every run does are shown even if they are 0.
         if seconds or key in ("data", "step", "save"):
             share = seconds / total if total else 0.0
             lines.append(f"  {seconds / profile.steps * 1e3:>10.3f} ms {share:>6.1%}  {names[key]}")
@@ -133,6 +135,7 @@ def _top_ops(profile: StepProfile) -> str:
         return "Top operations: the trace has no operations of this step"
     each = profile.traced_steps * profile.traced_devices
     lines = [
+        # Sums are over all traced steps and devices, and the page is about one of each.
         f"Top operations, per step and device ({total / each * 1e3:.4g} ms in all)",
         f"  {'ms':>9} {'share':>6} {'times':>6} {'TFLOP/s':>8}  {'kind':<10} operation, from where",
     ]
@@ -141,6 +144,7 @@ def _top_ops(profile: StepProfile) -> str:
         lines.append(
             f"  {op.seconds / each * 1e3:>9.4f} {op.seconds / total:>6.1%} {op.count / each:>6.4g} "
             f"{'' if rate is None else format(rate, '.4g'):>8}  {op.kind:<10} {op.name}"
+            # Names of operations can be long, and the page has 100 columns.
             f"{', ' + op.where if op.where else ''}"[:100]
         )
     rest = profile.ops[TOP:]
@@ -224,9 +228,11 @@ def read_trace(path: str | Path) -> list[OpTime]:
     devices: dict[tuple[str, str], set[Any]] = {}
     for event in events:
         facts = event.get("args") or {}
+        # "X" are events with a duration; summaries would count each operation a second time.
         if event.get("ph") != "X" or "hlo_op" not in facts or _line(event) in hidden:
             continue
         key = str(facts.get("hlo_module", "")), str(facts["hlo_op"])
+        # Durations are in microseconds.
         seconds[key] = seconds.get(key, 0.0) + event.get("dur", 0.0) / 1e6
         counts[key] = counts.get(key, 0) + 1
         # In a CPU trace the devices of a host share its process; GPUs have one each.
@@ -264,12 +270,14 @@ def with_programs(ops: Sequence[OpTime], program: Program) -> list[OpTime]:
       program: the compiled program.
     """
     matmuls, found = Matmuls(program), []
+    # Names are unique in a program, also between computations.
     known = {i.name: (c, i) for c in program.computations.values() for i in c.instructions}
     for op in ops:
         if op.name not in known:
             continue
         computation, instruction = known[op.name]
         opcode = instruction.opcode
+        # Their time is that of the operations inside, which have events of their own.
         if opcode in CONTAINERS:
             continue
         flops = float(sum(matmuls.flops(computation, instruction)))

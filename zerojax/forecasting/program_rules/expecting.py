@@ -115,8 +115,10 @@ def _config(rules: ExpectConfig | Mapping[str, Any] | None, fields: dict[str, An
     base = to_dict(rules) if isinstance(rules, ExpectConfig) else dict(rules or {})
     pattern = fields.get("no_gather")
     if isinstance(pattern, str):
+        # One pattern may be given as a text, which would else be read as a sequence of characters.
         fields = {**fields, "no_gather": (pattern,)}
     config = from_dict(ExpectConfig, {**base, **fields})
+    # A check without a rule cannot fail, so a typing error would pass unseen.
     if not config.names:
         names = ", ".join(field.name for field in dataclasses.fields(ExpectConfig))
         raise ValueError(f"expect has no rule to check; set one of {names}")
@@ -146,6 +148,7 @@ def check_step(
         step = forecast_step(
             plan, gpu=gpu, devices=devices, fast=fast, progress=progress, with_contents=True
         )
+        # Formulas cannot keep or break a rule about a compiled step.
         if step.contents is None:
             raise compile_client.CompilerMissing(
                 f"rules are checked in the compiled step, but {step.forecast.why_formula}"
@@ -171,6 +174,7 @@ def _contents_here(plan: Plan) -> StepContents:
             'as gpu="h100", or make the plan with zerojax.make_mesh'
         )
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+    # Lines are lost in the text of a program unless they are asked for before it is lowered.
     with lines_in_programs():
         lowered = traced.lower()
     # On CPUs, options that change the machine code only: half the time to compile.
@@ -186,6 +190,7 @@ def _contents_here(plan: Plan) -> StepContents:
         read_sent(program, collectives, axes, plan),
         peak=compiled.memory.peak,
         wire_bytes=sum(one.wire_bytes * one.times for one in collectives),
+        # Which devices share a node is known for the GPUs of a card only.
         network_bytes=None,
         calls_cudnn=FORWARD in compiled.text,
         on_gpus=on_gpus,

@@ -63,6 +63,7 @@ def _parameters(plan: Plan, sent: tuple[SentArray, ...]) -> dict[str, dict[str, 
             "shape": list(leaf.shape),
             "layout": [_entry(entry) for entry in leaf.stored_spec],
             "gathered": gathers.get(name, {}),
+            # A dimension may be split over several axes.
             "summed": _sums(plan, name),
         }
         for name, leaf in sorted(plan.placement.leaves.items())
@@ -82,6 +83,7 @@ def _gathers(plan: Plan, sent: tuple[SentArray, ...]) -> dict[str, dict[str, Any
         if one.kind != "all-gather" or not names:
             continue
         sizes = {name: padded_elements(placement, leaves[name]) for name in names}
+        # One gather may send several parameters as one array; each gets its share by size.
         together = sum(sizes.values())
         for name, size in sizes.items():
             row = found.setdefault(name, {}).setdefault(one.dtype, {"times": 0.0, "bytes": 0})
@@ -97,6 +99,8 @@ def _sums(plan: Plan, name: str) -> dict[str, dict[str, Any]]:
     """Returns {"reduce-scatter over data, bfloat16": {"times", "bytes"}} of the plan."""
     rows: dict[str, dict[str, Any]] = {}
     for one in leaf_transfers(plan, plan.placement.leaves[name]):
+        # Gathers are read from the compiled step, and sums from the plan: sums of a loop have no
+        # names.
         if one.kind != "all-gather" and one.num_bytes:
             key = f"{one.kind} over {'+'.join(one.over)}, {one.dtype}"
             row = rows.setdefault(key, {"times": 0.0, "bytes": 0})
@@ -139,6 +143,7 @@ def _totals(new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[str]:
 def _sizes(new: int | None, old: int | None) -> str:
     """Returns both sizes, in bytes where they round to the same text."""
     shown = ["unknown" if size is None else format_bytes(size) for size in (new, old)]
+    # A small change of a large size would print the same text twice.
     if shown[0] == shown[1]:
         shown = [f"{size:,} bytes" for size in (new, old)]
     return f"{shown[0]}, was {shown[1]}"
@@ -179,6 +184,7 @@ def _parameter(name: str, new: Mapping[str, Any], old: Mapping[str, Any]) -> Ite
     times, before = (
         round(sum(row["times"] for row in one["gathered"].values()), _DIGITS) for one in (new, old)
     )
+    # A change of the number explains the change of the bytes, so one line is enough.
     if times != before:
         yield f"{name}: gathered {times:g} times per step, was {before:g}"
     elif new["gathered"] != old["gathered"]:

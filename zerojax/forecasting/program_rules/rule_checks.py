@@ -75,10 +75,14 @@ class _Step:
         chosen = {
             name: pattern
             for name in self._leaves
+            # Of several patterns that match, the first is named; in a dict the last assignment
+            # stays.
             for pattern in reversed(patterns)
             if any(re.search(pattern, row) for row in self._rows(name))
         }
         for pattern in patterns:
+            # A pattern that matches nothing would always be kept, so a wrong name must be an
+            # error.
             if pattern not in chosen.values() and not any(
                 re.search(pattern, row) for name in self._leaves for row in self._rows(name)
             ):
@@ -114,7 +118,9 @@ class _Step:
     def _is_whole(self, one: SentArray, name: str) -> bool:
         """Returns whether a gather gives a device all numbers of a parameter, or of its layer."""
         leaf = self._leaves[name]
+        # Devices along `stage` hold other layers, so a layer is whole without a gather over it.
         split = {*shared_axes(self._plan.mesh, leaf.stored_spec)} - {STAGE}
+        # A stack is gathered layer by layer, and a whole layer is what the rule forbids.
         size = trees.num_elements(leaf.shape[leaf.stack_dims :])
         return split <= {*one.axis.split("+")} or (
             len(one.parameters) == 1 and one.elements >= size
@@ -145,6 +151,8 @@ class _Step:
         """Returns text that says which array an all-gather gathers beyond the plan. Returns None if
         the plan gathers the array, if the array holds codes, or if the gather is in the scope
         `ATTENTION` or `MATRICES`."""
+        # These gathers belong to the way attention and matrices are split, and plans count them
+        # apart.
         if ATTENTION in one.scope or MATRICES in one.scope or self._is_coded(one):
             return None
         if not one.parameters:
@@ -153,11 +161,13 @@ class _Step:
             leaf = self._leaves.get(name)
             if leaf is None:
                 continue
+            # A gather over other axes than those of ZeRO is one that the compiler added.
             others = set(one.axis.split("+")) - {*leaf.zero_axes, "none"}
             if leaf.zero_dim is None or others:
                 over = f" over {', '.join(sorted(others))}" if others else ""
                 return f"parameter {name} gathered{over}, which the plan does not do"
         times = self._times_gathered.get(one.parameters, 0.0)
+        # Parameters that are gathered together are gathered as often as the one that is read most.
         allowed = max(self._planned_times(name) for name in one.parameters)
         if times > allowed + _NEARLY:
             return (
@@ -185,6 +195,7 @@ class _Step:
         counts: dict[tuple[str, ...], int] = collections.Counter()
         for one in self._gathers:
             counts[one.parameters] += one.times * one.elements
+        # Gathers may fetch parts, so the number of whole gathers is a quotient of elements.
         return {
             names: count
             / sum(padded_elements(self._plan.placement, self._leaves[n]) for n in names)
@@ -197,6 +208,7 @@ class _Step:
         plan, times the number of places that read the parameter."""
         transfers = leaf_transfers(self._plan, self._leaves[name])
         times = math.fsum(one.times for one in transfers if one.kind == "all-gather")
+        # A parameter that is read in several places is gathered at each of them.
         return times * max(1, self._reads[name])
 
     @functools.cached_property
@@ -211,6 +223,7 @@ class _Step:
         return self._bytes("max_wire_gb", self._contents.wire_bytes, "", self._contents.sent)
 
     def max_network_gb(self) -> CheckedRule:
+        # Without a card nothing says where a node ends.
         if self._contents.network_bytes is None:
             raise ValueError(
                 "expect.max_network_gb: which devices share a node is not known here; give gpu= "
@@ -257,6 +270,8 @@ class _Step:
                     found=f"the step needs {shown} at its peak"
                     + f"; the largest temporary values then are {values}" * bool(values),
                     limit=limit,
+                    # The values are sorted, so the first line is of the largest value that has
+                    # one.
                     line=next((one.line for one in largest if one.line), None),
                     remedy=remedy,
                 )
@@ -271,6 +286,7 @@ class _Step:
         bits = jnp.finfo(_FLOATS[wanted]).bits
         limit = f"gradients are summed in {_FLOATS[wanted]} or wider"
         narrow: dict[str, list[str]] = collections.defaultdict(list)
+        # The plan's dtypes are checked first: they hold for a parameter wherever it is summed.
         for leaf in self._leaves.values():
             for dtype in _sum_dtypes(self._plan, leaf):
                 if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < bits:
@@ -279,6 +295,8 @@ class _Step:
         found = []
         for dtype, names in narrow.items():
             example = next((one for one in sums if set(one.parameters) & set(names)), None)
+            # A gradient that is summed with others has no name of its own; the largest sum is an
+            # example.
             example = example or max(sums, key=lambda one: one.num_bytes, default=None)
             found.append(
                 Violation(
@@ -290,8 +308,10 @@ class _Step:
                     remedy="set reduce_dtype=fp32 and no wire.gradients, or loosen the rule",
                 )
             )
+        # Where the plan itself is narrow every sum is, and each would be reported a second time.
         for one in [] if narrow else sums:
             width = _BITS.match(one.dtype)
+            # A sum of one number, such as the norm, is no gradient.
             if width and int(width[1]) < bits and one.elements > 1:
                 found.append(
                     Violation(
@@ -394,6 +414,7 @@ class _Step:
 
     def fused_attention(self) -> CheckedRule:
         contents, limit = self._contents, "attention runs in kernels that store no scores"
+        # On CPUs the rule could only fail.
         if not contents.on_gpus:
             raise ValueError(
                 "expect.fused_attention: CPUs have no kernel of attention; give gpu= (or --gpu) "
@@ -410,6 +431,8 @@ class _Step:
             )
             for one in contents.scores
         ]
+        # Without a kernel and without scores there may be no attention at all, and the rule hides
+        # that.
         if not found and not contents.attention_kernels:
             found.append(
                 Violation(
@@ -435,6 +458,7 @@ def _sum_dtypes(plan: Plan, leaf: LeafPlacement) -> set[str]:
         for one in leaf_transfers(plan, leaf)
         if one.num_bytes
         and one.phase in ("backward", "after")
+        # An all-to-all of bytes sends the codes of a gradient, which are summed after they arrive.
         and (one.kind in _REDUCTIONS or (one.kind == "all-to-all" and one.dtype == "uint8"))
     )
     return set(transfers())

@@ -92,6 +92,7 @@ def search_buckets(
     began, plan = clock(), make_plan_for({})
     before = before or forecast_of(plan)
     own: dict[str, int] = {option: getattr(plan.settings, option) for option in OPTIONS}
+    # Without a time no two sizes can be compared.
     if before.source != COMPILED or before.estimate.expected_seconds is None:
         why = before.why_formula or f"{gpu.title} has no published peak, so overlap is unknown"
         return BucketSearch(
@@ -110,11 +111,13 @@ def search_buckets(
         )  # fmt: skip
     trials = _ranked(make_plan_for, gpu, other_bucket_sizes(plan), bare_seconds(plan, gpu))
     ours = _Search(make_plan_for, forecast_of, before, trials, report)
+    # Trials that formulas ruled out stay in the list, but they cost no compilation.
     for trial in [one for one in trials if one.status == NOT_TRIED][:most]:
         if clock() - began >= budget:
             break
         ours.compile(trial)
     together = ours.best_of_each_option()
+    # The best of each option were measured alone; together they may fit no longer.
     if len(together) == len(OPTIONS) and clock() - began < budget:
         trial = _by_formula(make_plan_for, gpu, together)
         trials.append(trial)
@@ -133,6 +136,7 @@ def bare_seconds(plan: Plan, gpu: Gpu) -> float:
     """
     leaves = plan.placement.leaves.values()
     elements = 0
+    # Elements of both options add up, since a step has one first gather and one last reduction.
     for option in OPTIONS:
         once = {x.name: num_elements(x.shape) for x in leaves if ONCE[option](x.access)}
         elements += _largest(once, getattr(plan.settings, option))
@@ -154,6 +158,7 @@ def _largest(elements: Mapping[str, int], limit: int) -> int:
 
 def _ring_bandwidth(plan: Plan, gpu: Gpu) -> float:
     axes = [axis for axis in PASS_AXES if plan.mesh.shape.get(axis, 1) > 1]
+    # Only the link is asked for, so the bytes of the row do not matter.
     ring = TrafficRow(
         kind="all-gather",
         axis="+".join(axes) or DATA,
@@ -182,6 +187,7 @@ def _ranked(
         if trial.status == NOT_TRIED and (trial.formula or 0.0) > own:
             reason = "exposes more communication time, by formula"
             found[place] = dataclasses.replace(trial, status=BEATEN, reason=reason)
+    # If the plan's own sizes expose nothing, no step can be derived from them.
     step = NEARLY * own or 1.0
     return sorted(found, key=lambda x: (_steps(x.formula, step), -max(x.sizes.values())))
 
@@ -193,6 +199,7 @@ def _steps(formula: float | None, step: float) -> float:
 def _by_formula(make_plan_for: MakePlan, gpu: Gpu, sizes: Sizes) -> BucketTrial:
     try:
         bare = bare_seconds(make_plan_for(sizes), gpu)
+    # A size may be impossible for a plan; the other sizes are still tried.
     except ValueError as error:
         reason = str(error).split("\n")[0]
         return BucketTrial(sizes=dict(sizes), status=IMPOSSIBLE, reason=reason)
@@ -251,6 +258,7 @@ class _Search:
         """Returns {option: size that gains most when changed alone}; an option without gain is left
         out."""
         found: dict[str, int] = {}
+        # The dearest come first, so that the best size of an option overwrites the others.
         for trial in sorted(filter(self.gains, self.trials), key=_cost, reverse=True):
             found |= trial.sizes
         return found

@@ -186,6 +186,7 @@ def list_candidates(
     """
     found = []
     stages = STAGE_SIZES if context == 1 else (1,)
+    # Without the option every value would give the same plan.
     remats = remats if remat_option else ("none",)
     for stage, model in itertools.product(stages, models):
         if (
@@ -195,6 +196,7 @@ def list_candidates(
         ):
             continue
         shards = devices // (stage * model * context)
+        # A batch that the shards do not divide cannot be planned.
         rows, rest = divmod(global_batch_size, shards)
         if rest:
             continue
@@ -204,10 +206,14 @@ def list_candidates(
             for number in (powers if num_microbatches is None else [num_microbatches])
             if rows % number == 0
         ]
+        # Replicas hold the same state, so ZeRO needs a shard beyond them.
         zeros = range(4) if shards * context > replicas else range(1)
         if stage > 1:
+            # The last two are the largest numbers of microbatches.
             pieces = [number for number in pieces if number >= MICROBATCHES_PER_STAGE * stage][-2:]
+            # A single stage in the list must stay, or there would be no candidate.
             zeros = zeros[1:] or zeros
+        # Experts share the devices of the batch, within one replica.
         split = shards // replicas if num_experts and stage == context == 1 else 1
         found += [
             Candidate(
@@ -225,6 +231,7 @@ def list_candidates(
             for number in pieces
             for remat in remats
         ]
+    # Equal times are decided by this order, so the result does not depend on how they were listed.
     return sorted(found, key=lambda candidate: candidate.simplicity)
 
 
@@ -297,6 +304,7 @@ def bounds_on(gpu: Gpu, make_plan_for: MakePlan) -> FindBounds:
         if key not in plans:
             least = dataclasses.replace(candidate, remat=REMATS[-1])
             plans[key] = make_plan_for(candidate if candidate.stage == 1 else least)
+        # With a pipeline the step is not traced here, so the bound counts recomputation as free.
         if candidate.remat not in repeats and candidate.stage == 1:
             repeats[candidate.remat] = repeated(make_plan_for(candidate))
         return bounds_of(plans[key], gpu, repeats.get(candidate.remat, 1.0))
@@ -317,6 +325,7 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
     flops = counts.model_flops(plan) / plan.mesh.size
     executed = flops
     if plan.pipeline is not None:
+        # Idle slots compute too, and their FLOPs take time.
         executed = flops * executed_flops(plan.pipeline) / useful_flops(plan.pipeline)
     eight_bits = eight_bit_share(plan.traced.forward)
     reached = achieved_rates(gpu).card
@@ -328,6 +337,7 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
         eight_bits=eight_bits,
         model_eight_bits=eight_bits,
         model_flops=flops,
+        # Nothing is compiled, so the roofline uses the formulas for communication.
         hbm_bytes=None,
         rows=(),
         formula_bytes=wire_bytes(plan),
@@ -340,6 +350,7 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
     # Each microbatch reads the weights of all layers in the forward and in the backward pass.
     memory_seconds = 2 * plan.num_microbatches * layer_bytes(plan) / reached.memory_bandwidth
     return Bounds(
+        # The roofline has no bytes of memory here; weights alone already give a bound.
         seconds=max(time.step_seconds or 0.0, memory_seconds),
         wire_seconds=time.wire_seconds,
         products_seconds=time.compute_seconds or 0.0,
@@ -358,6 +369,7 @@ def layer_bytes(plan: Plan) -> int:
     return sum(
         counts.whole_elements(plan.placement, leaf) * (1 if leaf.eight_bits else size)
         for leaf in leaves
+        # Each device reads its own experts only, and codes have fewer bytes than the dtype says.
         if leaf.num_slices > 1 and leaf.expert_dim is None and leaf.codes is None
     )
 

@@ -65,6 +65,7 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
     alike = [
         other
         for other in compiled
+        # A plan that the compiler rejected has no memory to learn from.
         if other.forecast is not None
         and (other.entry.candidate.remat, other.entry.candidate.stage) == (mine.remat, mine.stage)
         and other.entry.candidate.unroll == mine.unroll
@@ -74,6 +75,7 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
 
     def distance(other: CompiledCandidate) -> tuple[int, int, int, float]:
         theirs = other.entry.candidate
+        # Microbatches are powers of two, so their distance is that of their exponents.
         far = abs(math.log2(theirs.num_microbatches / mine.num_microbatches))
         expert = theirs.expert != mine.expert
         return (theirs.model != mine.model, expert, theirs.zero != mine.zero, far)
@@ -81,6 +83,7 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
     nearest = min(alike, key=distance)
     beyond, activations = _beyond_formula(nearest)
     rows = nearest.entry.candidate.num_microbatches / mine.num_microbatches
+    # Activations grow with the rows of a microbatch; what else is beyond the formula does not.
     return entry.bounds.peak + beyond + activations * (rows - 1)
 
 
@@ -110,6 +113,7 @@ def guessed_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate])
         axes = (theirs.model, theirs.stage, theirs.expert) != (mine.model, mine.stage, mine.expert)
         far = abs(math.log2(theirs.num_microbatches / mine.num_microbatches))
         remat, unroll = theirs.remat != mine.remat, theirs.unroll != mine.unroll
+        # False sorts first: a plan that fits and has the same axes is the most similar.
         return other.trial.status != FITS, axes, remat, unroll, theirs.zero != mine.zero, far
 
     usable = [
@@ -117,6 +121,7 @@ def guessed_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate])
         for other in compiled
         if other.forecast is not None
         and other.forecast.estimate.expected is not None
+        # Both are divisors below.
         and min(_inputs(other.entry), other.entry.bounds.products_seconds) > 0
     ]
     near = min(usable, key=difference, default=None)
@@ -129,9 +134,11 @@ def guessed_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate])
     traffic = passes(mine) * _inputs(entry) / (passes(theirs.candidate) * _inputs(theirs))
     memory = time.memory_seconds * traffic
     wire = theirs.bounds.wire_seconds
+    # More may be waited for than the formula sends; the share must not exceed the whole.
     shown = min(1.0, time.wire_seconds / wire) if wire else 1.0
     work = (time.product_seconds + time.attention_seconds) * products + memory
     other = time.host_seconds + time.disk_seconds
+    # A guess below what is certain would be wrong in any case.
     return max(work + shown * entry.bounds.wire_seconds + other, least_seconds(entry, compiled))
 
 
@@ -190,13 +197,17 @@ def least_busy_seconds(
         ):
             continue
         axes = (theirs.model, theirs.stage) == (mine.model, mine.stage)
+        # Without ZeRO the update touches the whole state, which other plans divide.
         if theirs.zero == 0 and not (axes and mine.zero == 0):
             continue
         memory = min(1.0, mine.num_microbatches / theirs.num_microbatches)
         memory *= min(1.0, mine.model / theirs.model)
         their_products = other.entry.bounds.products_seconds
+        # Products may only take longer than those of the compiled plan, or the bound would be
+        # none.
         products = max(1.0, products_seconds / their_products) if their_products else 1.0
         time = other.forecast.estimate
+        # A forecast by formula has no replay; the roofline's longer part is then the bound.
         if time.expected is None:
             compute, traffic = time.compute_seconds or 0.0, time.memory_seconds or 0.0
             busy = max(compute * products, traffic * memory)
@@ -225,12 +236,15 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
     same_mesh = (mine.model, mine.expert) == (theirs.model, theirs.expert)
     as_many_rows = mine.num_microbatches <= theirs.num_microbatches
     as_much_state = mine.zero <= theirs.zero and entry.bounds.peak >= other.entry.bounds.peak
+    # With more state, no fewer rows and no more recomputation nothing can be smaller.
     if other.trial.status == TOO_LARGE and as_many_rows and as_much_state and same_mesh:
         return f"needs no less than #{number}, which does not fit"
     rows = theirs.num_microbatches / mine.num_microbatches
+    # Rows and activations are not in exact proportion, so the bound is on the careful side.
     share = CAUTION * rows if rows <= 1 else 1 + GROWTH * (rows - 1)
     share *= min(1.0, mine.model / theirs.model)
     least = entry.bounds.state + share * _activations(other.forecast)
+    # The formula's bytes can be compared only between plans that shard in the same way.
     if mine.zero == theirs.zero and same_mesh:
         least = max(least, entry.bounds.peak + share * _beyond_formula(other)[1])
     limit = entry.bounds.limit
@@ -263,6 +277,7 @@ def _beyond_formula(compiled: CompiledCandidate) -> tuple[int, int]:
     """
     beyond = max((compiled.trial.peak or 0) - compiled.entry.bounds.peak, 0)
     forecast = compiled.forecast
+    # Without roles everything beyond the formula may be activations.
     return beyond, beyond if forecast is None else min(beyond, _activations(forecast))
 
 

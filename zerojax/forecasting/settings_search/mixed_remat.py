@@ -81,12 +81,14 @@ def search_mixes(
     assert forecast is not None
     plan = make_plan_for(chosen.candidate)
     loops = plan.model.loops if isinstance(plan.model, RolledModel) else ()
+    # With one loop there is nothing to mix, and stages of a pipeline divide the loops.
     if len(loops) < 2 or chosen.candidate.stage > 1 or not has_time():
         return result
     report(f"counting what {len(loops)} loops over layers may recompute")
     costs = costs_of_mixes(loops, ["model" if value == "none" else value for value in values])
     best = now = tuple(loop.remat for loop in loops)
     tried = {now, *_compiled(result, chosen, len(loops))}
+    # Memory is predicted from the last compiled plan, which is nearer than a formula.
     trials, kept, room = list(result.trials), costs[now].kept, forecast.verdict.headroom
     saves = MARGIN * flops_of_shard(plan)
     for _ in range(MOST):
@@ -124,6 +126,7 @@ def costs_of_mixes(loops: Sequence[Loop], values: Sequence[str]) -> dict[Mix, Mi
                 kept_bytes(loop.body, value) * loop.count,
                 trained_flops(loop.body, value) * loop.count,
             )
+            # The loop's own value may be none of the search's, but costs must be compared with it.
             for value in dict.fromkeys([*values, loop.remat])
         }
         for loop in loops
@@ -131,6 +134,7 @@ def costs_of_mixes(loops: Sequence[Loop], values: Sequence[str]) -> dict[Mix, Mi
     ranges = [
         max(c.flops for c in one.values()) - min(c.flops for c in one.values()) for one in single
     ]
+    # All mixes of many loops are too many; only loops where the choice matters are varied.
     varied = sorted(range(len(loops)), key=lambda n: -ranges[n])[:MOST_LOOPS]
     choices = [[*one] if n in varied else [loops[n].remat] for n, one in enumerate(single)]
     found = {}
@@ -151,6 +155,7 @@ def _compiled(result: SearchResult, chosen: Trial, num_loops: int) -> set[Mix]:
         trial.candidate
         for trial in result.trials
         if trial.number is not None
+        # Trials that differ in recomputation alone are mixes with one value.
         and dataclasses.replace(trial.candidate, remat=chosen.candidate.remat) == chosen.candidate
     ]
     return {(str(candidate.mesh_options()["roll_remat"]),) * num_loops for candidate in alike}
@@ -181,6 +186,7 @@ def _compile(
 
 
 def _is_faster(trial: Trial, chosen: Trial) -> bool:
+    # Without times nothing shows that a mix is faster, and it is not taken on trust.
     if trial.seconds is None or chosen.seconds is None:
         return False
     return trial.seconds <= chosen.seconds * (1 - MARGIN)
@@ -205,6 +211,7 @@ def _with_trials(result: SearchResult, trials: Sequence[Trial]) -> SearchResult:
     marked = dataclasses.replace(chosen, status=CHOSEN)
     statuses = []
     for trial in trials:
+        # Numbers of compiled plans are unique, but two trials may be equal otherwise.
         if trial.number == chosen.number:
             trial = marked
         elif trial.status == CHOSEN:

@@ -106,6 +106,7 @@ class _Rounds:
             began = clock()
             try:
                 return forecast_of(plan)
+            # A compilation that fails takes time as well.
             finally:
                 self.longest = max(self.longest, clock() - began)
 
@@ -115,12 +116,14 @@ class _Rounds:
         """Returns the remaining seconds of the search's time budget; 0 if one more compilation
         could exceed it."""
         left = self.budget - (self.clock() - self.began)
+        # The longest so far is the best guess of the next one.
         return left if left > self.longest else 0.0
 
     def run_all(self) -> SearchResult:
         options: dict[str, Any] = {}
         result = self.round(self.run.candidates, options, "")
         try:
+            # Only if nothing fits for certain is offload worth its transfers.
             if result.chosen is None and result.certain and self.run.offload.is_off:
                 result, options = self.with_offload(result)
             for refine in (self.with_mixes, self.with_buckets):
@@ -143,6 +146,8 @@ class _Rounds:
             candidates,
             self.gpu,
             forecast_of=self.forecast_of,
+            # The own settings may be none of this round's candidates, as with unrolled loops under
+            # offload.
             own=self.run.own if self.run.own in candidates else None,
             budget=self.left(),
             clock=self.clock,
@@ -196,6 +201,7 @@ class _Rounds:
         except (CompileError, ValueError):
             return result, options, []
         seconds = found.estimate.expected_seconds
+        # Missing times compare as no gain.
         if not found.verdict.fits or (seconds or 0.0) >= (chosen.seconds or math.inf):
             return result, options, []
         trial = dataclasses.replace(
@@ -231,6 +237,7 @@ class _Rounds:
         """Adds bucket sizes for the chosen candidate to the result, searched within the remaining
         time."""
         chosen, before = result.chosen, result.forecast
+        # One device sends nothing, so buckets change nothing.
         if chosen is None or before is None or before.num_devices == 1:
             return result
         self.report(f"searching sizes of buckets, for {self.left():.0f} s at most")

@@ -169,9 +169,11 @@ def words_of(result: SearchResult, trial: Trial) -> list[str]:
     sizes."""
     candidate = trial.candidate
     is_searched = any(trial.candidate.expert > 1 for trial in result.trials)
+    # Where the search varies `expert`, 1 is a choice; `Candidate.words` leaves it out.
     together = ["mesh.expert=1"] * (is_searched and candidate.expert == 1)
     is_unrolled = any(trial.candidate.unroll for trial in result.trials)
     words, looped = candidate.words(), "mesh.unroll=false"
+    # Plans may unroll by themselves, so a looped candidate must say that it does not.
     together += [looped] * (is_unrolled and not candidate.unroll and looped not in words)
     return [*result.settings, *words, *together]
 
@@ -239,6 +241,7 @@ def _row(trial: Trial, axes: Sequence[str]) -> tuple[str, ...]:
     candidate = trial.candidate
     status = f"{trial.status}: {trial.reason}"
     remat = candidate.short_remat + ", unroll" * candidate.unroll
+    # 65 columns are taken by the numbers of the row.
     room = (
         WIDTH - 65 - max(len(remat) - len("attention"), 0) - sum(2 + len(axis) for axis in axes[2:])
     )

@@ -115,6 +115,7 @@ def search(
     began = clock()
     state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu, make_plan_for))
     state.clock, state.improved = clock, improved
+    # A set has no order; sorting makes the result independent of the order of the candidates.
     listed = sorted(set(candidates), key=lambda c: c.simplicity)
     left = set(listed)
     try:
@@ -122,8 +123,11 @@ def search(
         if own is not None and (own in left or state.entry_of(own)) and not state.no_compiler:
             left.discard(own)
             state.compile_first(own, forecast_of, report, most=HOPELESS)
+        # `left` changes below, so the loop goes over a list of its own.
         for candidate in [one for one in listed if one in left]:
             left.remove(candidate)
+            # Without any compiled plan there would be no result, so the budget is not asked
+            # before.
             if state.no_compiler is not None or (state.compiled and clock() - began >= budget):
                 state.leave(candidate)
                 continue
@@ -138,6 +142,7 @@ def search(
                 break
     except KeyboardInterrupt:
         state.why_ended = INTERRUPTED
+        # Candidates that were not considered must be in the result too.
         for candidate in left:
             state.leave(candidate)
     return state.finish(clock() - began)
@@ -177,11 +182,15 @@ class _Search:
           left: candidates that were not considered yet; those that are considered leave it.
           forecast_of, report: as in `search`.
         """
+        # The smallest may be impossible, as with tensors that do not divide; then the next one is
+        # taken.
         for smallest in sorted(left, key=_size):
             left.remove(smallest)
             entry = self.plan(smallest, report)
             if entry is None:
                 continue
+            # Fewer microbatches are faster, so the fewest that leave room are tried before the
+            # smallest.
             for candidate in sorted(left, key=lambda c: c.simplicity):
                 if _has_fewer_microbatches(candidate, smallest) and entry.bounds.layer_inputs:
                     left.remove(candidate)
@@ -190,6 +199,7 @@ class _Search:
             if self.no_compiler is None and self.best() is None:
                 report(f"compiling #{len(self.compiled) + 1}: {smallest.describe()}")
                 self.compile(entry, forecast_of)
+            # One plan is enough: the other candidates have their turn in the order of their times.
             break
 
     def plan(self, candidate: Candidate, report: Callable[[str], None]) -> OpenCandidate | None:
@@ -239,6 +249,8 @@ class _Search:
         compiled candidates show, is not planned either.
         """
         mesh = candidate.zero, candidate.model, candidate.stage, candidate.expert
+        # More microbatches shrink a pipeline's buffers, so a refusal says nothing about them
+        # there.
         refused = self.refused.get(mesh) if candidate.stage == 1 else None
         larger = next((c for c in self.compiled if is_no_larger(c, candidate)), None)
         if larger is not None:
@@ -259,9 +271,12 @@ class _Search:
             self.closed.append(Trial(candidate=candidate, status=IMPOSSIBLE, reason=reason))
             return
         if candidate.stage == 1:
+            # Without a pipeline these depend on nothing else, so later candidates are ruled out
+            # unplanned.
             self.products[candidate.remat, candidate.expert] = bounds.products_seconds
         entry = OpenCandidate(candidate=candidate, bounds=bounds)
         self.open.append(entry)
+        # It is closed only after it was opened, so that its bounds are in the result.
         if bounds.peak > bounds.limit:
             sizes = f"{format_bytes(bounds.peak)} of {format_bytes(bounds.limit)}"
             self.close(entry, TOO_LARGE, f"{sizes} needed even without activations")
@@ -285,6 +300,7 @@ class _Search:
     def drop_beaten_stages(self) -> None:
         """Closes candidates for which another ZeRO stage needs no more memory and no more
         communication time."""
+        # The list changes while it is read, so the loop goes over a copy.
         for entry in list(self.open):
             winner = next((other for other in self.open if _beats(other, entry)), None)
             if winner is not None:
@@ -294,6 +310,8 @@ class _Search:
     def take_next(self) -> OpenCandidate | None:
         """Returns the most promising open candidate, and closes candidates that cannot be the
         best."""
+        # What compiled plans say changes with every compilation, so all open candidates are asked
+        # again.
         for entry in list(self.open):
             reasons = (why_too_large(entry, other) for other in self.compiled)
             too_large = next(filter(None, reasons), None)
@@ -323,6 +341,8 @@ class _Search:
             candidate.expert,
             LIST_REMATS.index(candidate.remat),
             candidate.zero,
+            # Unknown memory: the most microbatches are the most likely to fit. Known: the fewest
+            # are faster.
             -number if peak is None else number,
         )
 
@@ -337,6 +357,7 @@ class _Search:
         simpler = next((c for c in as_fast if only_adds_work(entry, c)), None)
         if simpler is not None:
             return f"#{simpler.trial.number} fits with fewer microbatches or less remat"
+        # The same with fewer microbatches is preferred at equal times, so it must be compiled.
         if self.is_simpler_twin(entry, best):
             return None
         return _why_slow(least_seconds(entry, self.compiled), best)
@@ -347,11 +368,13 @@ class _Search:
         best = self.best()
         if best is None or self.is_simpler_twin(entry, best):
             return False
+        # A candidate that should not fit is compiled only if it would clearly be faster.
         margin = TOLERANCE if self.should_fit(entry) else -TOLERANCE
         return guess > (best.seconds or 0.0) * (1 + margin)
 
     def should_fit(self, entry: OpenCandidate) -> bool:
         peak = guessed_peak(entry, self.compiled)
+        # Without a guess a candidate is given its chance.
         return peak is None or peak <= entry.bounds.limit * (1 + ACCURACY)
 
     def why_kernels_too_slow(self, candidate: Candidate) -> Trial | None:
@@ -393,6 +416,7 @@ class _Search:
         except CompileError as error:
             trial = dataclasses.replace(trial, reason=str(error).split("\n")[0])
         else:
+            # Without a compiler every further candidate would end here too.
             if forecast.source != COMPILED:
                 self.no_compiler = forecast.why_formula or "nothing was compiled"
                 return False
@@ -405,6 +429,8 @@ class _Search:
                 seconds=forecast.estimate.expected_seconds,
                 peak=forecast.memory.peak,
             )
+        # The candidate stays open until its result is there, so an interrupt leaves it in the
+        # list.
         self.open.remove(entry)
         self.compiled.append(CompiledCandidate(entry=entry, trial=trial, forecast=forecast))
         self.longest = max(self.longest, self.clock() - began)
@@ -418,6 +444,7 @@ class _Search:
         simplest candidate."""
         fitting = [c.trial for c in self.compiled if c.trial.status == FITS]
         least = min((t.seconds or math.inf for t in fitting), default=math.inf)
+        # Times within this share are equal, and the simpler settings are easier to live with.
         equal = [t for t in fitting if (t.seconds or math.inf) <= least * (1 + SAME)]
         return min(equal, key=lambda t: t.candidate.simplicity, default=None)
 
@@ -465,6 +492,7 @@ class _Search:
                 "the time includes that."
             )
         too_large = [*(c.trial for c in self.compiled), *self.closed]
+        # Only candidates that could have been faster are worth a remark.
         number = sum(
             t.status == TOO_LARGE and (t.bound or 0.0) < (best.seconds or 0.0) * (1 - TOLERANCE)
             for t in too_large
@@ -510,6 +538,7 @@ def _has_fewer_microbatches(candidate: Candidate, other: Candidate) -> bool:
 
 def _spans_nodes(candidate: Candidate, gpu: Gpu) -> bool:
     """Returns whether the devices of one expert group are on several nodes."""
+    # Groups of experts take neighbouring devices, with stages and tensors inside.
     return candidate.expert * candidate.stage * candidate.model > gpu.node_devices
 
 
@@ -524,6 +553,7 @@ def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
     mine, theirs = (
         (_rounded(b.seconds), _rounded(b.wire_seconds), b.peak) for b in (one.bounds, other.bounds)
     )
+    # Equal stages would beat each other, and both would be dropped.
     if mine == theirs:
         return one.candidate.simplicity < other.candidate.simplicity
     return all(m <= t for m, t in zip(mine, theirs, strict=True))

@@ -143,6 +143,8 @@ def choose_way(context_parallel: Asked, sizes: Sizes, *, crosses_nodes: bool = F
         return Choice(way, ORDERS[way], f"context_parallel {way} (requested)")
     possible = [way for way in WAYS if against[way] is None]
     if not possible:
+        # All-gather has the fewest requirements, so its remedy is the one that makes any method
+        # possible.
         raise ValueError(against["allgather"])
     sent = {way: sum(wire_bytes(way, sizes)) for way in possible}
     if crosses_nodes and "ring" in possible:
@@ -150,6 +152,8 @@ def choose_way(context_parallel: Asked, sizes: Sizes, *, crosses_nodes: bool = F
     elif "ulysses" in possible:
         inside: list[Way] = [way for way in possible if way != "ring"]
         way, why = min(inside, key=sent.__getitem__), "fewest bytes within a node"
+    # The ring's condition on the tokens is stricter than that of Ulysses, so only the heads can
+    # have excluded Ulysses here.
     elif "ring" in possible:
         way, why = "ring", "the number of heads is not divisible by the devices"
     else:

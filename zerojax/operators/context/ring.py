@@ -177,6 +177,7 @@ def _pair(
     options["softcap"] = ring.softcap
     if segments is not None and keys.segments is not None:
         options["segments"] = segments[half[0]], keys.segments[half[1]]
+    # The distance between two chunks depends on the device, so a window needs positions as data.
     if ring.window is not None and not same_chunk:
         options["visibility"] = Visibility(causal=True, window=ring.window)
         at = zip((lax.axis_index(ring.axis), source), half, strict=True)
@@ -196,6 +197,7 @@ def merge(first: Merged, second: Merged) -> Merged:
     ([[1.0, 1.0]], [-inf])
     """
     greatest = jnp.maximum(first.log_sum, second.log_sum)
+    # -inf - -inf would be NaN where neither part sees a key.
     shift = jnp.where(greatest == -jnp.inf, 0, greatest)
     shares = [jnp.exp(part.log_sum - shift) for part in (first, second)]
     total = shares[0] + shares[1]
@@ -224,6 +226,7 @@ def _around(ring: _Ring, carry: Tree, step: Callable[[Any, jax.Array, bool], Any
     """Runs `step(carry, number, is_last)` for ring steps 1 .. P - 1; the last one outside the
     loop."""
     devices = lax.axis_size(ring.axis)
+    # A loop repeats one body, but the last step sends no keys on, so it is outside.
     if devices > 2:
         carry, _ = lax.scan(
             lambda carry, number: (step(carry, number, False), None),
@@ -236,6 +239,8 @@ def _around(ring: _Ring, carry: Tree, step: Callable[[Any, jax.Array, bool], Any
 def _source(ring: _Ring, number: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the source device of a step's keys, and which chunks form its second visible pair."""
     me, devices = lax.axis_index(ring.axis), lax.axis_size(ring.axis)
+    # A source beyond the end of the ring is a later device: its low chunk is later than all low
+    # queries, and its high chunk is earlier than the high queries.
     return (me - number) % devices, (number > me).astype(jnp.int32)
 
 
@@ -301,6 +306,7 @@ def _backward_pass(
     def step(carry: tuple[Keys, Any], number: jax.Array, is_last: bool) -> Any:
         keys, (of_query, *of_keys) = carry
         following = keys if is_last else _pass_on(ring, keys)
+        # The sums travel with the keys they belong to: at each step both are those of `source`.
         sums = of_query, *_pass_on(ring, of_keys)
         source, half = _source(ring, number)
         for at in ((HIGH, LOW), (half, half)):

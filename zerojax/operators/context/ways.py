@@ -128,6 +128,7 @@ def allgather_attention(
         segments = segments[0], _gather(segments[1], axis)
     if positions is not None:
         positions = positions[0], _gather(positions[1], axis)
+    # `attend` would number this device's queries from 0, and a causal mask would hide keys.
     else:
         of_keys = order_of_tokens(order, key.shape[1], lax.axis_size(axis))
         index = local_index(order, query.shape[1], axis), jnp.asarray(of_keys, jnp.int32)[None]

@@ -56,6 +56,7 @@ def keeps_products(equation: Equation) -> bool:
     """Returns whether an equation has matrix products whose results may be saved for the backward
     pass.
     """
+    # Without a policy a checkpoint saves only its inputs.
     if is_checkpoint(equation) and equation.params["policy"] is None:
         return False
     return equation.primitive.name in ("dot_general", "conv_general_dilated") or any(
@@ -315,6 +316,7 @@ def _the_only_one(
             f"the loss has {len(loops)} loops over stacked parameters ({texts}), {_REMEDY}"
         )
     if not loops:
+        # The loop may have been removed with dead code; then the message says so.
         holders = {v: i for i, v in enumerate(inlined.jaxpr.invars) if names[i] is not None}
         for dead in _find_loops(inlined.jaxpr, holders, ""):
             stacked = [name for i in dead.inputs if (name := names[i])]
@@ -357,6 +359,7 @@ def _stack(atom: Operand, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -
     if place is None:
         return None
     steps: list[Any] = []
+    # That `atom` is held means that each of these equations acts on each row separately.
     while atom in made_by:
         steps.append(made_by[atom])
         atom = made_by[atom].invars[0]

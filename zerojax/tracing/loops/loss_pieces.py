@@ -78,6 +78,7 @@ def cut_loss(
     loop = find_layer_loop(closed, names)
     sums, written = jax.tree.unflatten(jax.tree.structure(result), loop.program.jaxpr.outvars)
     inputs = loop.program.jaxpr.invars
+    # An extra that is returned as it came in needs no part that writes it.
     unchanged = [n for n, atom in written.items() if atom is inputs[positions[1][n]]]
     written = {name: atom for name, atom in written.items() if name not in unchanged}
     writers = sort_extras(loop, written, positions[1])
@@ -220,6 +221,7 @@ class LossPieces:
             # masked as well.
             sliced = _mask_gradients(sliced, present)
         run = functools.partial(self._one_layer, consts)
+        # A chunk may have fewer layers than the loop unrolls.
         unroll = min(self.loop.equation.params["unroll"], max(1, rows.shape[0]))
         after, written = lax.scan(run, activations, (present, sliced), unroll=unroll)
         return after, dict(zip(self._layer_extras, written, strict=True))
@@ -355,6 +357,7 @@ class LossPieces:
         written = [_as_data(rows[index]) for index in self._layer_extras.values()]
         if present is None:
             return after, written
+        # These activations are not masked: for a row of padding their gradient passes through.
         kept = zip(after, activations, strict=True)
         return (
             tuple(jnp.where(present, new, old) for new, old in kept),
@@ -467,6 +470,7 @@ def _abstract_data(value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _key_impl(like: jax.ShapeDtypeStruct) -> str:
     """Returns the name of the random generator (PRNG implementation) of a key."""
+    # `key_impl` takes a key, and there is only its type here.
     names: list[str] = []
     jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), like)
     return names[0]

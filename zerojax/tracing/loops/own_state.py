@@ -73,6 +73,7 @@ def _counters(
     """
     reads = {name: set(cut_piece(loop.program, [atom]).inputs) for name, atom in free.items()}
     counters = dict(free)
+    # Each removal may leave others that depended on the removed one.
     while True:
         known = {place for name, place in places.items() if name in counters or name not in written}
         fewer = {name: atom for name, atom in counters.items() if reads[name] <= known}

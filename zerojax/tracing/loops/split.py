@@ -66,6 +66,7 @@ def split_passes(
 
     def traced(weights: Arrays, fixed: Arrays, inputs: Arrays, context: Arrays) -> Any:
         nonlocal vjp_tree
+        # `vjp` is a pytree: its leaves are the residuals, and its structure is the backward pass.
         outputs, vjp, rest = jax.vjp(
             lambda weights, inputs: function(weights, fixed, inputs, context),
             weights,
@@ -74,6 +75,7 @@ def split_passes(
         )
         leaves, vjp_tree = jax.tree.flatten(vjp)
         keys[:] = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
+        # Buffers store numbers, so a key is stored as its data.
         data = [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
         return (outputs, rest), data
 

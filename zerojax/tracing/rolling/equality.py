@@ -122,6 +122,7 @@ class Equality:
             second, (np.ndarray, jax.Array)
         ):
             return _same_arrays(first, second)
+        # As bits: NaN is equal to itself, and 0.0 differs from -0.0.
         if isinstance(first, float | complex) and type(first) is type(second):
             return np.asarray(first).tobytes() == np.asarray(second).tobytes()
         try:
@@ -161,6 +162,7 @@ class Equality:
     def _derivative(self, equation: Equation) -> ClosedJaxpr:
         """Returns the program of an equation's vector-Jacobian product, from a cache."""
         known = self._derivatives.get(id(equation))
+        # An id is used again after its equation is gone.
         if known is None or known[0] is not equation:
             known = self._derivatives[id(equation)] = (equation, vjp_program(equation))
         return known[1]
@@ -265,6 +267,7 @@ def _differ_in_value(first: Operand, second: Operand) -> bool:
 def _same_arrays(first: Any, second: Any) -> bool:
     if type(first) is not type(second) or first.shape != second.shape:
         return False
+    # The value of a tracer is not known.
     if first.dtype != second.dtype or isinstance(first, jax.core.Tracer):
         return False
     if jax.dtypes.issubdtype(first.dtype, jax.dtypes.prng_key):

@@ -168,6 +168,7 @@ def _joined(named: NamedProgram, lists: Sequence[LayerList]) -> list[LayerList]:
     low, high = _program(named, first).span if others else (0, 0)
     for other in others:
         own = _program(named, other).span
+        # Lists that use their parameters between each other's are called by one Python loop.
         if max(low, own[0]) < min(high, own[1]):
             together.append(other)
     try:
@@ -190,6 +191,7 @@ def _find(
     runs = _Runs(_kinds(named, layers, kind_of), layers.numbers)
     for run in runs:
         start, period, count = run
+        # Only a loop over as many layers can still be better, by smaller rows.
         if best is not None and period * count < best.period * best.count:
             continue
         try:
@@ -210,7 +212,10 @@ def _find(
 
 
 class _Runs:
-    """Queue of runs of consecutive layers to try: those with most layers first, then by position.
+    """Queue of runs of consecutive layers to try.
+
+    The runs of which a loop saves most layers (those of all iterations but one) come first, then
+    those with the shortest period, then those that begin first.
 
     Attributes:
       why_not_all: first difference between the parameters of layers, if any.
@@ -233,13 +238,17 @@ class _Runs:
                 end = start + period
                 while end < len(kinds) and kinds[end] == kinds[end - period]:
                     end += 1
+                # A run whose length is no multiple of the period can begin at several layers.
                 for shift in range(min(period, (end - start) % period + 1)):
                     self._add(start + shift, period, (end - start - shift) // period)
+                # The next run may share up to a period less one layer with this one.
                 start = max(end - period + 1, start + 1)
 
     def _add(self, start: int, period: int, count: int) -> None:
         if count >= MIN_ITERATIONS and (start, period, count) not in self._seen:
             self._seen.add((start, period, count))
+            # A loop leaves one iteration in the program, so this is how many layers it saves; of
+            # equal runs the one with the shortest period comes first.
             heapq.heappush(self._waiting, (-period * (count - 1), period, start, count))
 
     def __iter__(self) -> Iterator[Run]:
@@ -260,6 +269,8 @@ class _Runs:
         if iteration is not None:
             self._add(start, period, iteration)
             self._add(start + iteration * period, period, count - iteration)
+        # Nothing says which end differs, so the run is also tried without the last and the first
+        # layer.
         if iteration is None or count - iteration <= 1:
             self._add(start, period, count - 1)
         if iteration is None or iteration <= 1:

@@ -75,6 +75,7 @@ def _opened(
         if opens(equation) and (consts is not None or not program_of(equation).consts):
             yield from _open(equation, operands, names, consts, opens)
             continue
+        # A program that is called twice is inlined twice, so each time needs its own variables.
         made = [Var(variable.aval) for variable in equation.outvars]
         names.update(zip(equation.outvars, made, strict=True))
         params = equation.params
@@ -281,8 +282,10 @@ class LayerProgram:
         early: bool,
     ) -> tuple[int, list[Any]]:
         low, high = between
+        # The list is sorted by definition; to search all of it for each cut would be slow.
         first = bisect.bisect_right(last_use, before, key=lambda entry: entry[0])
         end = bisect.bisect_left(last_use, high, key=lambda entry: entry[0])
+        # What depends on parameters alone is no value that goes from layer to layer.
         near = [
             (made, last, variable)
             for made, last, variable in last_use[first:end]

@@ -42,9 +42,12 @@ def roll(program: LayerProgram, equality: Equality, start: int, period: int, cou
         for strict in (False, True):
             try:
                 rolled = _Search(program, equality, iterations, strict=strict, early=early).rolled()
+                # The proof does not rely on the search, so a mistake of the search cannot give a
+                # wrong loop.
                 check_unrolled(rolled, equality)
                 return rolled
             except Mismatch as mismatch:
+                # A traceback would keep all frames of the failed search, with their values.
                 first = first or mismatch.with_traceback(None)
     assert first is not None
     raise first
@@ -101,6 +104,8 @@ class _Search:
     def rolled(self) -> Rolled:
         matcher, results = self._match()
         while len(matcher.inits) < len(self.carry):
+            # A value that no iteration takes from the one before it is an output, not a carried
+            # value.
             taken = matcher.inits
             self.further_outputs += [x for k, x in enumerate(self.carry) if k not in taken]
             self.carry = [x for k, x in enumerate(self.carry) if k in taken]
@@ -127,6 +132,7 @@ class _Search:
         iteration.
         """
         before, why = self.carry[number][self.count - 1], None
+        # Two iterations tell the candidates apart; later all iterations are compared.
         last_two = dataclasses.replace(self.iterations, numbers=(self.count - 2, self.count - 1))
         inner = [
             {i: v for i, v in values.items() if self.count - 2 <= i < self.count}
@@ -174,6 +180,7 @@ class _Search:
         finals = {values[self.count]: k for k, values in enumerate(self.carry)}
 
         def is_result(variable: Var) -> bool:
+            # A value of no layer, or of parameters alone, is computed outside of the loop.
             own = program.depth.get(variable, -1) >= self.iterations.start
             return variable in finals or (
                 variable in made and own and variable not in program.plain
@@ -193,6 +200,7 @@ class _Search:
         before, _ = _slice(program, list(variables(taken)), lambda _: False)
         if any(variable in matcher.inside for e in before for variable in e.outvars):
             raise Mismatch("inputs of the loop are computed from its results")
+        # An equation that is needed on both sides of the loop runs once, before it.
         done = set(map(id, before))
         rest = tuple(equation for equation in after if id(equation) not in done)
         rolled = Rolled(
@@ -268,6 +276,7 @@ class _Body:
         self.rows = [Var(row[0].aval) for row in matcher.rows]
         self.shared: dict[Any, Any] = {}
         position = matcher.program.position
+        # In the order of the first iteration, in which operands come before their uses.
         self.nodes = sorted(
             matcher.nodes.values(), key=lambda node: position[node.equations[0].outvars[0]]
         )

@@ -44,6 +44,7 @@ def keep_products(primitive: Primitive, *_: jax.core.AbstractValue, **params: An
     It is a policy for `jax.checkpoint`.
     """
     if primitive.name == "name":
+        # Without its residuals attention would be computed twice.
         return params["name"] == KEPT
     return primitive.name not in _COMPUTED_AGAIN
 

@@ -94,6 +94,7 @@ def join_lists(lists: Sequence[LayerList]) -> LayerList:
       ValueError: a parameter is in two lists.
     """
     shortest = min(lists, key=lambda layers: layers.num_layers)
+    # Descending, so that of equally good numbers the largest is taken.
     numbers = range(shortest.num_layers, 1, -1)
     num_layers = min(numbers, key=lambda n: sum(layers.num_layers % n for layers in lists))
     places: dict[str, Place] = {}
@@ -120,6 +121,7 @@ def stack_name(names: Sequence[str]) -> str:
     'layers/1,4,5/w'
     """
     parts = [_NUMBER.split(name) for name in names]
+    # `split` puts the numbers at the odd places.
     for place in range(1, len(parts[0]), 2):
         numbers = [int(part[place]) for part in parts]
         if len(set(numbers)) > 1:

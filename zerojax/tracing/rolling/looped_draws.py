@@ -130,6 +130,7 @@ def _read(values: dict[Any, Any], atom: Operand) -> Any:
         return atom.val
     value = values[atom]
     if isinstance(value, _Row):
+        # Cut out only where a single value is read: a loop of further draws reads the whole stack.
         value = lax.index_in_dim(value.stack, value.number, keepdims=False)
         values[atom] = value
     return value
@@ -236,7 +237,9 @@ class _Parts:
         for number, equation in enumerate(program.eqns):
             for variable in dict.fromkeys(variables(equation.invars)):
                 self.users.setdefault(variable, []).append(number)
+            # `all` of no operands is true: an equation without operands makes a constant, too.
             if all(v in self.constant for v in variables(equation.invars)):
+                # A draw is no constant, even if its key is one.
                 self.constant.update([] if _is_draw(equation) else equation.outvars)
         self.equality = Equality({})
         self.known: dict[Any, list[tuple[int, _Part]]] = {}

@@ -216,6 +216,7 @@ def _grouped(
         by_signature: dict[Any, list[tuple[_Group, list[int]]]] = {}
         for number, equation in level:
             places = [kind_of[v] for v in variables(equation.invars) if v in kind_of]
+            # Operands of two rows do not belong to the computation of one row.
             if equation.effects or len({(kind.size, row) for kind, row in places}) != 1:
                 continue
             size, row = places[0][0].size, places[0][1]

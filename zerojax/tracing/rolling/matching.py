@@ -141,6 +141,7 @@ class Matcher:
                 answer = self._known[_key(key)] = end.value
                 steps.pop()
             except Mismatch as mismatch:
+                # A traceback would keep the frames of all steps.
                 answer = self._known[_key(key)] = mismatch.with_traceback(None)
                 steps.pop()
             else:
@@ -247,6 +248,7 @@ class Matcher:
         equations, index = tuple(equation for equation, _ in made), made[0][1]
         if any(k != index for _, k in made):
             raise Mismatch(f"layers use different results of `{equations[0].primitive.name}`")
+        # `nodes` holds the equations, so that their ids are not used again.
         key = tuple(map(id, equations))
         if key not in self.nodes:
             holes = self._compare(equations)

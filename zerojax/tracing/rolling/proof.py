@@ -116,6 +116,7 @@ def _are_filled(
     def literal(place: Hole) -> Any:
         return program_of(equation).jaxpr.eqns[place[0]].invars[place[1]]
 
+    # All holes are compared, also those in which this iteration equals the first one.
     return differing <= fillings.keys() and all(
         isinstance(value, Literal) and same_literals(value, literal(place))
         for place, value in fillings.items()
@@ -130,6 +131,7 @@ def _check_order(rolled: Rolled) -> None:
     """
     jaxpr = rolled.program.closed.jaxpr
     stacked = {variable for row in rolled.stacks for variable in row}
+    # The rows of stacks are no inputs of the new program.
     known = {v for v in (*jaxpr.constvars, *jaxpr.invars) if v not in stacked}
 
     def read(operation: str, atoms: Sequence[Any]) -> None:

@@ -114,6 +114,8 @@ class Rolled:
         self._run(self.before, values, self._needed_of(self.before))
         xs = [stacks[n] if n in stacks else _stacked(r, read) for n, r in enumerate(self.rows)]
         carried: Sequence[Any] = self.body.jaxpr.outvars
+        # A literal gets the dtype that the body returns, since the type of a carry must not
+        # change.
         inits = [jnp.asarray(read(v), r.aval.dtype) if isinstance(v, Literal) else read(v)
                  for v, r in zip(self.inits, carried, strict=False)]  # fmt: skip
         shared = [read(atom) for atom in self.shared]
@@ -127,6 +129,7 @@ class Rolled:
         values |= {v: x for v, x in zip(self.finals, carry, strict=True) if v is not None}
         for by_iteration, stack in zip(self.outputs, outputs, strict=True):
             for number, variable in by_iteration.items():
+                # An output may also be the final value of a carry.
                 if variable not in values:
                     values[variable] = stack[number]
         self._run(self.after, values, list(variables(jaxpr.outvars)))

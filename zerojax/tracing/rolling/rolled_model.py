@@ -123,6 +123,8 @@ class RolledModel:
         values = self._abstract_rows(params, reads)
         program, shape = jax.make_jaxpr(traced, return_shape=True)(values)
         try:
+            # The inputs of the traced program are the leaves of a dict, in the order of its sorted
+            # keys.
             rolled = self._roll(program, sorted(values))
         except Mismatch:
             by_row = {name: reads[self._stored(name)] for name in marks}
@@ -141,6 +143,7 @@ class RolledModel:
     def _abstract_rows(self, params: Arrays, reads: OnRead) -> Arrays:
         """Returns the shape and dtype of each parameter as the model reads it."""
         kinds: dict[str, Any] = {}
+        # The rows of a stack have one shape and dtype, so one row is enough.
         for stored, value in params.items():
             cut = (lambda x: x[0]) if stored in self.stacks else (lambda x: x)
             read = reads.get(stored, lambda x: x)

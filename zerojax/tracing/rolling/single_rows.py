@@ -126,6 +126,7 @@ class _Values:
         """
         if isinstance(atom, Literal):
             return atom.val
+        # The error names the operation that was asked for, not one that it depends on.
         waiting, asked = [atom], self._made.get(atom, (None,))[0]
         while waiting:  # no recursion: the counter of a random stream is a long chain
             if waiting[-1] in self._outer:
@@ -172,6 +173,7 @@ class _Values:
           place: position of the result among its outputs.
         """
         flat = open_calls(program)
+        # Without inputs: `_outer` looks them up in the outer program when they are needed.
         inside = _Values(
             ClosedJaxpr(flat.jaxpr.replace(invars=[]), flat.consts), [], self.number, self._limit
         )
@@ -219,6 +221,7 @@ class _Values:
             self.choose(operands)
             for operands in zip(*(equation.invars for equation, _ in made), strict=True)
         ]
+        # New variables, since an operand may be a literal or occur twice.
         taken: list[Any] = [Var(atom.aval) for atom in first.invars]
         results = equation_function(first.replace(invars=taken), taken)(*values)
         outputs = zip(*(equation.outvars for equation, _ in made), strict=True)
@@ -276,6 +279,7 @@ def _of_rows(values: _Values, equation: Equation, place: int = 0, **changed: Any
 def _broadcast(values: _Values, equation: Equation, _: int) -> Any:
     operand, params = equation.invars[0], equation.params
     shape = (1, *params["shape"][1:])
+    # A dimension of size 1 is repeated for all rows, so they share the value.
     of_rows = 0 in params["broadcast_dimensions"] and operand.aval.shape[0] > 1
     value = values.row(operand) if of_rows else values.whole(operand)
     return lax.broadcast_in_dim(value, shape, params["broadcast_dimensions"])
@@ -283,6 +287,7 @@ def _broadcast(values: _Values, equation: Equation, _: int) -> Any:
 
 def _reshape(values: _Values, equation: Equation, _: int) -> Any:
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    # With `dimensions` the operand is transposed first.
     if not before or before[0] != after[0] or equation.params["dimensions"] is not None:
         return None
     return lax.reshape(values.row(equation.invars[0]), (1, *after[1:]))
@@ -308,6 +313,7 @@ def _along(key: str) -> _Rule:
 def _concatenate(values: _Values, equation: Equation, _: int) -> Any:
     if equation.params["dimension"]:
         return _of_rows(values, equation)
+    # Each piece must be one row; otherwise it is not known which of them has the row.
     if any(atom.aval.shape[0] != 1 for atom in equation.invars):
         return None
     return values.choose(equation.invars)
@@ -345,6 +351,7 @@ def _gather(values: _Values, equation: Equation, _: int) -> Any:
         *numbers.start_index_map,
         *numbers.operand_batching_dims,
     )
+    # No index may select among the rows, and all of them must be taken, in order.
     if 0 in moved or numbers.offset_dims[:1] != (0,) or sizes[0] != operand.aval.shape[0]:
         return None
     operands = values.row(operand), values.whole(indices)
@@ -408,7 +415,9 @@ def _random_bits(values: _Values, equation: Equation, _: int) -> Any:
         return _bind(equation, [own])
     shape, key = params["shape"], values.whole(keys)
     of_a_row, width = math.prod(shape[1:]), params["bit_width"]
+    # Within a row at most one carry reaches the upper word.
     known = str(jax.random.key_impl(key)) == _THREEFRY and width in _UINTS and of_a_row < 2**32
+    # Without this option the bits of an element depend on the size of the whole draw.
     if not known or not jax.config.jax_threefry_partitionable:  # pyrefly: ignore
         return None
     # Threefry's counter of an element is its position in the stack, as two words of 32 bits.
@@ -420,9 +429,11 @@ def _random_bits(values: _Values, equation: Equation, _: int) -> Any:
         stride = np.uint32(math.prod(shape[dimension + 1 :]))
         inside += lax.broadcasted_iota(jnp.uint32, inside.shape, dimension) * stride
     counter = low + inside
+    # The lower word overflowed if it became smaller.
     carried = high + (counter < low).astype(jnp.uint32)
     first, second = jax.random.key_data(key)
     bits = threefry2x32_p.bind(first, second, carried, counter)
+    # As JAX combines the two words of an element.
     return (bits[0] ^ bits[1]).astype(_UINTS[width])
 
 

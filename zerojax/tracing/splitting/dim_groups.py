@@ -98,9 +98,11 @@ class DimGroups:
         self._weights = dict(zip(weights, dims[: len(weights)], strict=True))
         self._others = dict(zip([*state, *batch], dims[len(weights) :], strict=True))
         inputs = [Value(dims, frozenset([name])) for name, dims in self._weights.items()]
+        # The empty set says that state does not depend on the batch.
         inputs += [Value(self._others[name], frozenset()) for name in state]
         inputs += [Value(self._others[name]) for name in batch]
         results = follow_dims(record, program, inputs)
+        # The last result is the loss, to which no parameter belongs.
         for name, gradient in zip(outputs, results, strict=False):
             for a, b in zip(self._weights[name], gradient.dims, strict=True):
                 record.unify(a, b)
@@ -139,6 +141,7 @@ class DimGroups:
                 held = [g for dim in one.over for g in self._groups(dim) if g in factors]
                 if held:
                     found[number] = held[0], one
+            # The compiler adds the parts first, so both sums need one all-reduce.
             elif added_first and one[0] in found and one[1] in found:
                 found[number] = found.pop(one[0])
                 del found[one[1]]
@@ -208,6 +211,7 @@ class DimGroups:
         """
         arrays = (*self._weights.values(), *self._record.seen)
         held = (frozenset(group for dim in dims for group in self._groups(dim)) for dims in arrays)
+        # Many values have the same dimensions.
         return list(dict.fromkeys(held))
 
     @functools.cached_property

@@ -67,6 +67,7 @@ class Factors:
                 self._cut(right[0], a)
             else:
                 return False
+            # A join or a cut may have changed factors of both sides.
             left, right = [*self.leaves(left)], [*self.leaves(right)]
         return not left and not right
 
@@ -102,6 +103,7 @@ class Factors:
 
     def _root(self, factor: int) -> int:
         while self._parents[factor] != factor:
+            # Shortens the way, so that later searches are fast.
             self._parents[factor] = self._parents[self._parents[factor]]
             factor = self._parents[factor]
         return factor

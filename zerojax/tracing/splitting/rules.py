@@ -152,6 +152,7 @@ def _ragged_dot(record: Record, equation: Equation, operands: Sequence[Value]) -
     for dim in groups:
         record.block(dim, why)
     ragged = numbers.lhs_ragged_dimensions[0] in contracted[0]
+    # `_product` knows no dimension of groups, so the others are numbered without it.
     kept = [p for p in range(len(right.dims)) if p not in numbers.rhs_group_dimensions]
     places = {place: new for new, place in enumerate(kept)}
     within = [[places[place] for place in side[1]] for side in (contracted, batched)]
@@ -162,6 +163,7 @@ def _ragged_dot(record: Record, equation: Equation, operands: Sequence[Value]) -
         (contracted[0], within[0]),
         (batched[0], within[1]),
     )
+    # If the sum runs over the ragged dimension, each group has a sum of its own.
     if not ragged:
         return [made]
     number = record.factors.new_dim(_shape(equation.outvars[0])[0])
@@ -175,6 +177,8 @@ def _convolution(record: Record, equation: Equation, operands: Sequence[Value]) 
     shape = _shape(equation.outvars[0])
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return _unknown(record, equation, operands)
+    # The first two entries are the rows and features, or outputs and inputs of the weight; the
+    # rest are places in space.
     for spec, value in ((numbers.lhs_spec, left), (numbers.rhs_spec, right)):
         for place in spec[2:]:
             record.block(value.dims[place], "is moved over by the window of a convolution")
@@ -196,6 +200,7 @@ def _broadcast_in_dim(
     shape, value = equation.params["shape"], operands[0]
     made = [*record.factors.new_dims(shape)]
     for dim, place in zip(value.dims, equation.params["broadcast_dimensions"], strict=True):
+        # A dimension of size 1 is repeated here, and the result has a new one.
         made[place] = dim or made[place]
     return [tuple(made)]
 
@@ -225,6 +230,7 @@ def _part(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequ
     """Handles slices and padding: a dimension whose size changes becomes a new dimension."""
     kind, value = equation.primitive.name, operands[0]
     shape = _shape(equation.outvars[0])
+    # Slices have no padding.
     padding = equation.params.get("padding_config", [(0, 0, 0)] * len(shape))
     made = []
     for dim, size, edges in zip(value.dims, shape, padding, strict=True):
@@ -246,6 +252,8 @@ def _along(record: Record, equation: Equation, operands: Sequence[Value]) -> Seq
     arrays = [value.dims for value in operands]
     for other in arrays[1:]:
         for place, (a, b) in enumerate(zip(arrays[0], other, strict=True)):
+            # Arrays that are sorted together have the axis in common; parts of a concatenation do
+            # not.
             if place != axis or kind == "sort":
                 record.unify(a, b)
     results = []
@@ -306,6 +314,7 @@ def _gather(record: Record, equation: Equation, operands: Sequence[Value]) -> Se
     variable = equation.outvars[0]
     made: list[Dim] = [*record.factors.new_dims(_shape(variable))]
     batch = [place for place in range(len(made)) if place not in numbers.offset_dims]
+    # The last dimension of an index holds its components.
     for place, dim in zip(batch, index.dims[:-1], strict=True):
         made[place] = dim
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)

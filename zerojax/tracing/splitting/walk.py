@@ -56,6 +56,7 @@ def follow_dims(record: Record, program: Jaxpr, inputs: Sequence[Value]) -> list
         well.
         """
         value = read(atom)
+        # A sum that something else reads, too, is all-reduced before it is added to another one.
         if isinstance(atom, Literal) or uses[atom] == 1 or value.total is None:
             return value
         return dataclasses.replace(value, total=None)
@@ -78,6 +79,7 @@ def _after(record: Record, equation: Equation, operands: list[Value]) -> Sequenc
         return _cond(record, params, operands)
     inner = list(inner_programs(params))
     # The program of `reduce` combines two numbers; it is no call.
+    # The program of a `shard_map` has the shapes of one device, not those of its operands.
     calls = (
         kind not in ("shard_map", "reduce")
         and len(inner) == 1
