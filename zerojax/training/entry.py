@@ -147,7 +147,8 @@ def train(
           time per step, for two minutes at most (`zerojax.search`); elsewhere the defaults. The
           search keeps `num_microbatches`, if given;
         - None: all devices on `data`, zero=1.
-        The keys of a dict decide between `MeshConfig` and DeepSpeed, which share no key.
+        The keys of a dict decide between `MeshConfig` and DeepSpeed, which share no key; a dict
+        without a key of either is refused.
       batches: an iterable of batches (trees of arrays, dimension 0 is the global batch; torch CPU
         tensors are accepted), a function `step -> batch`, a `TokenSource`, or a dataset of rows (a
         `datasets.Dataset` or a `torch.utils.data.Dataset` with a length; `global_batch_size` rows
