@@ -18,6 +18,7 @@ import zerojax
 from tests.support.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.zoo.test_hugging_face import PLANS, plan_for
 from zerojax.cli import main
+from zerojax.cli.check_targets import read_target
 from zerojax.config import ConfigError, LoraConfig, RunConfig
 from zerojax.models.adapt import as_model
 from zerojax.placement.device_mesh import make_mesh
@@ -251,7 +252,7 @@ def test_a_run_file_begins_with_a_folder(tmp_path):
         plan_from_config(dataclasses.replace(bytes_of_text, data={"seq_len": 8}), 8)
 
 
-def test_text_in_python_is_encoded_by_the_tokenizer_of_the_folder(tmp_path):
+def test_text_in_python_is_encoded_by_the_tokenizer_of_the_folder(tmp_path, monkeypatch):
     theirs = write_folder(tmp_path / "theirs", "llama")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 3, "b": 7}, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -264,6 +265,11 @@ def test_text_in_python_is_encoded_by_the_tokenizer_of_the_folder(tmp_path):
     assert np.unique(next(spec.feed)["tokens"]).tolist() == [7]
     assert spec.notes.tokenizer.decode([7]) == "b"
     assert f"HuggingFaceTokenizer(vocab_size=8) from {theirs}" in spec.reasons[0]
+    call = f"zerojax.train(zerojax.from_hugging_face({str(theirs)!r}), data='text.txt', seq_len=8)"
+    (tmp_path / "script.py").write_text(f"import zerojax\n{call}\n")
+    monkeypatch.chdir(tmp_path)
+    parts = read_target("script.py", "", overrides=[], steps=1)
+    assert np.unique(parts["batch"](0)["tokens"]).tolist() == [7]
 
 
 @pytest.mark.slow  # trains through the command's own path and reads the run back: 12 s

@@ -349,6 +349,17 @@ def _as_mesh(mesh_config: Any) -> Mesh:
     return meshes.make_mesh(as_mesh_config(mesh_config))
 
 
+def tokenizer_of_model(model: tracing.Model, data: Any) -> str:
+    """Returns the folder of the tokenizer.json of pretrained weights; "bytes" if there is none.
+
+    A source has a tokenizer already.
+    """
+    if not isinstance(model, Pretrained) or isinstance(data, RowSource):
+        return "bytes"
+    folders = [model.adapter_folder, model.folder.path]
+    return next((str(x) for x in folders if x and (x / TOKENIZER_FILE).is_file()), "bytes")
+
+
 def _with_text(
     arguments: Arguments, unit: int
 ) -> tuple[Arguments, TextData | None, Tokenizer | None]:
@@ -363,7 +374,7 @@ def _with_text(
     config = models.bound_attribute(arguments.model, "config")
     seq_len = arguments.seq_len or getattr(config, "max_seq_len", None) or 128
     size = arguments.global_batch_size or -(-DEFAULT_BATCH // unit) * unit
-    spec = _tokenizer_of_model(arguments.model, data)
+    spec = tokenizer_of_model(arguments.model, data)
     batches, rest, tokenizer = as_source(
         data,
         tokenizer=spec,
@@ -389,17 +400,6 @@ def _with_text(
         reasons=(*arguments.reasons, reason),
     )
     return with_text, text, tokenizer
-
-
-def _tokenizer_of_model(model: tracing.Model, data: Any) -> str:
-    """Returns the folder of the tokenizer.json of pretrained weights; "bytes" if there is none.
-
-    A source has a tokenizer already.
-    """
-    if not isinstance(model, Pretrained) or isinstance(data, RowSource):
-        return "bytes"
-    folders = [model.adapter_folder, model.folder.path]
-    return next((str(x) for x in folders if x and (x / TOKENIZER_FILE).is_file()), "bytes")
 
 
 @contextlib.contextmanager
