@@ -511,6 +511,11 @@ def _read_record(folder: Path) -> RunRecord:
         return record
     if is_model_folder(folder):
         raise ValueError(f"{folder} {NOT_A_RUN}")
+    if any(True for _ in folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} has exported weights, not a run; pass the folder of the run, or read the "
+            "arrays with safetensors.numpy.load_file"
+        )
     if (folder / CONFIG_FILE).is_file():
         raise ValueError(
             f"{folder} has no {RECORD_FILE}: an older version wrote the run; continue training "
