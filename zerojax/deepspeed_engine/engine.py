@@ -159,6 +159,7 @@ class Engine(EngineQueries, AbsentMethods):
         self._holds: set[Hold] = set()  # locks of the folders into which this process saves
         self._guard = Guard(watch, run.folder)
         self._watch = watch
+        self._known_skipped = 0  # in the last report
         close_at_exit(self)
 
     # --- stepping ---------------------------------------------------------------------------------
@@ -240,9 +241,12 @@ class Engine(EngineQueries, AbsentMethods):
         self.metrics = {}
         if source is None:
             runner.begin()
+            self._known_skipped = 0
             return
         with Checkpointer(source) as checkpointer:
             runner.restore_from(checkpointer, may_be_durable=False)
+        assert runner.state is not None
+        self._known_skipped = int(runner.state["skipped"])
 
     def reshard(self, mesh_config: MeshConfig | Mapping[str, Any]) -> Self:
         """Changes the ZeRO stage or the mesh between two steps. Batch, optimizer and counters stay
@@ -322,11 +326,21 @@ class Engine(EngineQueries, AbsentMethods):
         return self.translation.steps_per_print or _DEFAULT_EVERY
 
     def _print_report(self, runner: StepRunner, values: Metrics) -> None:
-        """Prints the metrics of a step if `steps_per_print` is set and no log prints metrics."""
-        if runner.has_log or self.translation.steps_per_print is None:
+        """Prints the metrics of a step, or only that steps were skipped if `steps_per_print` is not
+        set; nothing if a log prints metrics."""
+        newly = int(values["num_skipped"]) - self._known_skipped
+        self._known_skipped += newly
+        if runner.has_log or jax.process_index() != 0:
             return
-        if jax.process_index() == 0:
+        if self.translation.steps_per_print is not None:
             print(_line(values, runner.plan.traced.metric_names), flush=True)
+        elif newly:
+            scale = f", loss scale {values['loss_scale']:g}" if "loss_scale" in values else ""
+            print(
+                f"step {int(values['step'])}: updates skipped since the last report because loss "
+                f"or gradients were not finite: {newly} ({self._known_skipped} in all{scale})",
+                flush=True,
+            )
 
     def _say(self, text: str) -> None:
         """Writes a line to the run's log; without a log, process 0 prints it."""
