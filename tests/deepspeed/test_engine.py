@@ -280,6 +280,14 @@ def test_skipped_steps_are_said_without_steps_per_print(capsys):
     assert "without steps_per_print the engine prints only" in explanation(engine.translation)
 
 
+def test_offload_that_moves_nothing_is_said():
+    stage = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    engine = initialize(CONFIG | {"zero_optimization": stage})
+    with pytest.warns(UserWarning, match="offload.opt_state host has no effect: no parameter") as w:
+        engine.prepare(batch(0))
+    assert w[0].filename == __file__
+
+
 def test_without_batch_size_in_the_file_the_first_batch_decides():
     engine = initialize({name: x for name, x in CONFIG.items() if name != "train_batch_size"})
     with pytest.raises(ValueError, match="no batch yet"):

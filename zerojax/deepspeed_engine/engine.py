@@ -14,7 +14,7 @@ import jax
 from zerojax import deepspeed_config, tracing
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
-from zerojax.config.checks import names_keywords
+from zerojax.config.checks import names_keywords, warn_user
 from zerojax.config.loader import user_path
 from zerojax.config.tree_types import Batch
 from zerojax.data import abstract_global
@@ -34,6 +34,7 @@ from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.optim import Weights
 from zerojax.placement import device_mesh as meshes
 from zerojax.plan.make import Plan
+from zerojax.plan.reasons import describe_offload
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.standstill import WAITING_FOR_DATA
@@ -225,6 +226,7 @@ class Engine(EngineQueries, AbsentMethods):
                 plan = plan_run(spec)
                 cache = keep_programs()
                 check_offload(plan)
+                _warn_of_idle_offload(plan)
                 runner = StepRunner(plan, spec, watchdog=self._guard.watchdog)
                 with self._explaining(plan):
                     self._begin(runner)
@@ -513,6 +515,13 @@ class Engine(EngineQueries, AbsentMethods):
         if self._runner is None or self.state is None:
             raise ValueError(_NO_STATE)
         return self._runner.to_model(weights=weights)
+
+
+def _warn_of_idle_offload(plan: Plan) -> None:
+    """Warns that offload moves nothing, because all shards are too small."""
+    if plan.offload is not None and not plan.offload.leaves:
+        for text in describe_offload(plan.settings, plan.offload):
+            warn_user(text)
 
 
 def _line(values: Metrics, own: Sequence[str]) -> str:
