@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import zerojax
@@ -232,6 +233,22 @@ def test_eval_agrees_with_the_validation_loss_of_training(run, capsys):
     loss = float(line.split()[3].rstrip(","))
     measured = [row["loss"] for row in rows_of(run) if row["kind"] == "eval"]
     assert loss == pytest.approx(measured[-1], abs=1e-4)  # four digits are printed
+
+
+def test_eval_reads_a_text_of_ones_own_whole(run, tmp_path, capsys):
+    text = tmp_path / "held.txt"
+    text.write_text("To be, or not to be, that is the question. " * 40)  # 1720 bytes
+    assert main(["eval", str(run), "--data", str(text)]) == 0
+    line = capsys.readouterr().out
+    loaded = zerojax.load_run(run)
+    seq_len, ids = loaded.record.data.seq_len, np.frombuffer(text.read_bytes(), np.uint8)
+    [found] = re.findall(r"over ([\d,]+) tokens of", line)
+    count = int(found.replace(",", "")) // seq_len
+    assert 45 < count <= (len(ids) - 1) // seq_len == 53
+    tokens = ids[: count * seq_len].reshape(count, seq_len).astype(np.int32)
+    targets = ids[1 : count * seq_len + 1].reshape(count, seq_len).astype(np.int32)
+    measured = loaded.evaluate([{"tokens": tokens, "targets": targets}])["loss"]
+    assert float(line.split()[3].rstrip(",")) == pytest.approx(measured, abs=1e-4)
 
 
 @pytest.mark.thorough

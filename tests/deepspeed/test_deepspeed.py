@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ from zerojax.config import (
     OptimizerConfig,
     WireConfig,
 )
-from zerojax.config.recognition import DEEPSPEED_KEYS, MESH_KEYS, is_deepspeed
+from zerojax.config.recognition import DEEPSPEED_KEYS, MESH_KEYS, OTHER_NAMES, is_deepspeed
 from zerojax.deepspeed_config import CallerValues
 from zerojax.deepspeed_config.ds_config import OLD_NAMES
 from zerojax.deepspeed_config.key_schema import AbsentFeature, Key, paths
@@ -192,12 +193,27 @@ def test_a_dict_is_a_deepspeed_configuration_or_a_mesh_by_its_keys():
     assert {*TABLE, *OLD_NAMES} == DEEPSPEED_KEYS
     assert not DEEPSPEED_KEYS & MESH_KEYS
     assert is_deepspeed({"train_batch_size": 8, "_comment": ""})
-    assert is_deepspeed({"train_batchsize": 8})
     assert not is_deepspeed({})
     assert not is_deepspeed({"zero": 3, "dta": 2})
-    assert not is_deepspeed({"zeroo": 3})
+    assert {*OTHER_NAMES.values()} <= MESH_KEYS
+    assert not {*OTHER_NAMES} & (DEEPSPEED_KEYS | MESH_KEYS)
     with pytest.raises(ConfigError, match=r"zero belongs to a MeshConfig, and train_batch_size to"):
         is_deepspeed({"zero": 3, "train_batch_size": 8})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("pipe", "'stage' (a field of MeshConfig)"),
+        ("tensr", "'model' (a field of MeshConfig)"),
+        ("stages", "'stage' (a field of MeshConfig)"),
+        ("train_batchsize", "'train_batch_size' (a key of DeepSpeed)"),
+        ("q", "fields of a MeshConfig (data, model, stage"),
+    ],
+)
+def test_a_dict_without_a_known_key_is_refused(name, meant):
+    with pytest.raises(ConfigError, match=re.escape(meant)):
+        is_deepspeed({name: 2})
 
 
 def test_make_plan_says_who_takes_a_deepspeed_configuration():

@@ -27,6 +27,7 @@ import zerojax
 from tests.support.hugging_face_folders import write_folder
 from tests.support.process_groups import ROOT, run_group
 from zerojax.checkpoint import CheckpointError
+from zerojax.deepspeed_config.translation import explanation
 from zerojax.deepspeed_engine.engine_absent import ABSENT, sentence_for
 from zerojax.deepspeed_engine.engine_tags import client_state_of, find_tag
 from zerojax.optim import adamw
@@ -264,6 +265,27 @@ def test_lines_are_printed_as_often_as_the_file_says(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(", ")[0] for line in lines] == ["step=2", "step=4"]
     assert "skipped=0, lr=[0.001], loss=" in lines[0]
+
+
+def test_skipped_steps_are_said_without_steps_per_print(capsys):
+    config = {name: x for name, x in CONFIG.items() if name != "steps_per_print"}
+    spoiled = jax.tree.map(lambda x: np.full_like(x, 1e30), batch(0))
+    with initialize(config) as engine:
+        for step in range(20):
+            engine.train_batch(spoiled if step in (3, 5) else batch(step))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert len(lines) == 1
+    assert lines[0].startswith("step 10: updates skipped")
+    assert lines[0].endswith("not finite: 2 (2 in all)")
+    assert "without steps_per_print the engine prints only" in explanation(engine.translation)
+
+
+def test_offload_that_moves_nothing_is_said():
+    stage = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    engine = initialize(CONFIG | {"zero_optimization": stage})
+    with pytest.warns(UserWarning, match="offload.opt_state host has no effect: no parameter") as w:
+        engine.prepare(batch(0))
+    assert w[0].filename == __file__
 
 
 def test_without_batch_size_in_the_file_the_first_batch_decides():

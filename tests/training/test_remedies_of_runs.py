@@ -320,6 +320,13 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
+def test_an_export_is_not_a_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model": {}}')
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / SINGLE)
+    remedy = "safetensors.numpy.load_file"
+    refused(lambda: zerojax.load_run(tmp_path), [tmp_path, "exported"], remedy)
+
+
 @pytest.mark.thorough
 def test_a_run_is_read_back(run, tmp_path):
     refused(lambda: zerojax.load_run(tmp_path), [tmp_path], "run.json", error=FileNotFoundError)

@@ -170,6 +170,8 @@ def test_validation_takes_what_batches_take():
     trainer = train(None)
     same = [trainer.evaluate(kind, 2)["loss"] for kind in kinds]
     assert len(set(same)) == 1
+    with pytest.raises(TypeError, match="batches='text.txt' is a path; give batches"):
+        trainer.evaluate("text.txt")
 
 
 @pytest.mark.sampled(3)

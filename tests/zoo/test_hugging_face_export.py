@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import shutil
 
@@ -10,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
 
 import zerojax
 from tests.support.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.zoo.test_hugging_face import PLANS, plan_for
 from zerojax.cli import main
+from zerojax.cli.check_targets import read_target
 from zerojax.config import ConfigError, LoraConfig, RunConfig
 from zerojax.models.adapt import as_model
 from zerojax.placement.device_mesh import make_mesh
@@ -23,6 +26,7 @@ from zerojax.step.initialization import init_state
 from zerojax.step.reshard import model_parts
 from zerojax.step.trained_model import model_of
 from zerojax.training.checkpointing import end_state
+from zerojax.training.entry import spec_of
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.training.loading import load_run
 from zerojax.training.run_file import (
@@ -32,6 +36,7 @@ from zerojax.training.run_file import (
     vocab_size_of,
 )
 from zerojax.training.run_folder import DESCRIPTION_FILE
+from zerojax.training.train_arguments import Arguments
 from zerojax.training.trainer import Trainer
 from zerojax.zoo.hugging_face import UnsupportedError, describe_model, from_hugging_face
 from zerojax.zoo.hugging_face.writing import merging, outgoing
@@ -246,6 +251,26 @@ def test_a_run_file_begins_with_a_folder(tmp_path):
     )
     with pytest.raises(ValueError, match="256 different tokens, but .* has rows for 20"):
         plan_from_config(dataclasses.replace(bytes_of_text, data={"seq_len": 8}), 8)
+
+
+def test_text_in_python_is_encoded_by_the_tokenizer_of_the_folder(tmp_path, monkeypatch):
+    theirs = write_folder(tmp_path / "theirs", "llama")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 3, "b": 7}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(theirs / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("b " * 2999)
+    given = {"model": from_hugging_face(theirs), "data": tmp_path / "text.txt", "run_dir": None}
+    defaults = {x.name: x.default for x in inspect.signature(zerojax.train).parameters.values()}
+    spec = spec_of(Arguments.of_call(defaults | given | {"seq_len": 8, "global_batch_size": 8}))
+    assert spec.inputs.example_batch["tokens"].shape == (8, 8)
+    assert np.unique(next(spec.feed)["tokens"]).tolist() == [7]
+    assert spec.notes.tokenizer.decode([7]) == "b"
+    assert f"HuggingFaceTokenizer(vocab_size=8) from {theirs}" in spec.reasons[0]
+    call = f"zerojax.train(zerojax.from_hugging_face({str(theirs)!r}), data='text.txt', seq_len=8)"
+    (tmp_path / "script.py").write_text(f"import zerojax\n{call}\n")
+    monkeypatch.chdir(tmp_path)
+    parts = read_target("script.py", "", overrides=[], steps=1)
+    assert np.unique(parts["batch"](0)["tokens"]).tolist() == [7]
 
 
 @pytest.mark.slow  # trains through the command's own path and reads the run back: 12 s

@@ -35,6 +35,7 @@ from zerojax.models.losses import next_token_of_call
 from zerojax.placement.device_mesh import make_mesh
 from zerojax.tracing.protocol import ModelLike
 from zerojax.training.auto_settings import AUTO
+from zerojax.training.entry import tokenizer_of_model
 from zerojax.training.run_file import adapters_freeze, plan_from_config, tokenizer_spec
 
 ROWS = 16
@@ -159,6 +160,7 @@ def _of_train(given: Mapping[str, Any], end: End, *, steps: int) -> Any:
         config = bound_attribute(model, "config")
         source, _, _ = as_source(
             given["data"],
+            tokenizer=tokenizer_of_model(model, given["data"]),
             seq_len=given["seq_len"] or getattr(config, "max_seq_len", None) or 128,
             global_batch_size=ROWS,
             seed=given["seed"],

@@ -37,6 +37,7 @@ examples:
   zerojax eval runs/tiny_shakespeare
   zerojax eval runs/mine --step best
   zerojax eval runs/mine --weights ema
+  zerojax eval runs/mine --data held_out.txt
   zerojax eval runs/tiny_shakespeare mesh.zero=3 mesh.data=4 --batches 20"""
 
 _REPORT = """\
@@ -64,6 +65,7 @@ def add_eval(commands) -> None:
     add_run_settings(parser)
     add_weights(parser)
     add_pretrained(parser)
+    parser.option("--data PATH", "text or token files to evaluate on, all of them")
     parser.option("--batches N", "validation batches (the run's eval_batches)", type=int)
 
 
@@ -91,13 +93,14 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.batches is not None and args.batches < 1:
         raise ValueError(f"--batches {args.batches} is below 1; use 1 or more")
     loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
-    found = loaded.evaluate(num_batches=args.batches)
+    found = loaded.evaluate(args.data, num_batches=args.batches)
     loss, of_average = found["loss"], " (ema)" if args.weights == "ema" else ""
+    of_data = f"tokens of {args.data}"
     # math.exp overflows above 709.
     show(
         f"step {loaded.step}{of_average}: loss {loss:.4f}, "
         f"perplexity {math.exp(min(loss, 700)):.2f}, {loss / math.log(2):.3f} bits per token, "
-        f"over {int(found['weight']):,} validation tokens"
+        f"over {int(found['weight']):,} {'validation tokens' if args.data is None else of_data}"
     )
     return 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from zerojax.config.loader import ConfigError
 from zerojax.config.mesh import MeshConfig
@@ -86,16 +86,27 @@ DEEPSPEED_KEYS = frozenset(
 )
 """Top-level keys of a ds_config, including old names."""
 MESH_KEYS = frozenset(field.name for field in dataclasses.fields(MeshConfig))
-_MAX_NAME, _MAX_NAMES = 100, 100
-"""Limits of the comparison with known names, for a dict without a known key."""
+OTHER_NAMES = {
+    "cp": "context",
+    "dp": "data",
+    "ep": "expert",
+    "fsdp": "zero",
+    "pipe": "stage",
+    "pp": "stage",
+    "sp": "context",
+    "tensor": "model",
+    "tp": "model",
+}
+"""{name of a mesh axis in other libraries: field of a MeshConfig}."""
+_MAX_NAME = 100
+"""Limit of the comparison with known names, for a dict without a known key."""
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Returns whether a dict has the keys of a ds_config. A dict without any known key is
-    classified by the known name most similar to one of its keys.
+    """Returns whether a dict has the keys of a ds_config; an empty dict has not.
 
     Raises:
-      ConfigError: the dict has keys of a ds_config and fields of a MeshConfig.
+      ConfigError: the dict has keys of a ds_config and fields of a MeshConfig, or neither.
     """
     of_deepspeed = [key for key in values if key in DEEPSPEED_KEYS]
     of_mesh = [key for key in values if key in MESH_KEYS]
@@ -107,20 +118,20 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
             f"as zero_optimization: {{stage: N}}), or pass a MeshConfig and write the other "
             "keys as keywords"
         )
-    if of_deepspeed or of_mesh:
-        return bool(of_deepspeed)
-    names = [str(key)[:_MAX_NAME] for key in values][:_MAX_NAMES]
-    return _likeness(names, DEEPSPEED_KEYS) > _likeness(names, MESH_KEYS)
+    if values and not of_deepspeed and not of_mesh:
+        _refuse_unknown([str(key) for key in values])
+    return bool(of_deepspeed)
 
 
-def _likeness(names: list[str], known: frozenset[str]) -> float:
-    """Returns the highest similarity between one of `names` and a known name; 0 if none is
-    similar."""
-    return max(
-        (
-            difflib.SequenceMatcher(None, name, match[0]).ratio()
-            for name in names
-            if (match := difflib.get_close_matches(name, sorted(known), 1))
-        ),
-        default=0.0,
-    )
+def _refuse_unknown(names: list[str]) -> NoReturn:
+    """Raises ConfigError for a dict without a known key; names the key that was probably meant."""
+    meant = {name: name for name in (*DEEPSPEED_KEYS, *MESH_KEYS)} | OTHER_NAMES
+    found = [(n, difflib.get_close_matches(n[:_MAX_NAME], sorted(meant), 1)) for n in names[:10]]
+    name, near = next(((name, near) for name, near in found if near), (names[0], []))
+    fields = ", ".join(field.name for field in dataclasses.fields(MeshConfig))
+    hint = f"a dict has fields of a MeshConfig ({fields}) or keys of a DeepSpeed configuration"
+    if near:
+        key = meant[near[0]]
+        kind = "a field of MeshConfig" if key in MESH_KEYS else "a key of DeepSpeed"
+        hint = f"did you mean '{key}' ({kind})?"
+    raise ConfigError(f"unknown key; {hint}", (name,))

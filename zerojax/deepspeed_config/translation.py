@@ -244,7 +244,11 @@ def _run(translation: Translation) -> Iterator[str]:
             f"activations: {mesh.offload.activations}"
         )
     yield from _features(translation)
-    yield f"  reports    every {translation.log.report_every} steps"
+    yield f"  reports    every {translation.log.report_every} steps" + (
+        " by zerojax.train; without steps_per_print the engine prints only skipped steps"
+        if translation.steps_per_print is None
+        else ""
+    )
     yield "  model      not known here; `zerojax plan` says whether it supports these settings"
 
 

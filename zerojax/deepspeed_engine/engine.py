@@ -15,7 +15,7 @@ import optax
 from zerojax import deepspeed_config, tracing
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
-from zerojax.config.checks import names_keywords
+from zerojax.config.checks import names_keywords, warn_user
 from zerojax.config.loader import user_path
 from zerojax.config.tree_types import Batch
 from zerojax.data import abstract_global
@@ -35,6 +35,7 @@ from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.optim import Weights
 from zerojax.placement import device_mesh as meshes
 from zerojax.plan.make import Plan
+from zerojax.plan.reasons import describe_offload
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.standstill import WAITING_FOR_DATA
@@ -160,6 +161,7 @@ class Engine(EngineQueries, AbsentMethods):
         self._holds: set[Hold] = set()  # locks of the folders into which this process saves
         self._guard = Guard(watch, run.folder)
         self._watch = watch
+        self._known_skipped = 0  # in the last report
         close_at_exit(self)
 
     # --- stepping ---------------------------------------------------------------------------------
@@ -225,6 +227,7 @@ class Engine(EngineQueries, AbsentMethods):
                 plan = plan_run(spec)
                 cache = keep_programs()
                 check_offload(plan)
+                _warn_of_idle_offload(plan)
                 runner = StepRunner(plan, spec, watchdog=self._guard.watchdog)
                 with self._explaining(plan):
                     self._begin(runner)
@@ -241,9 +244,12 @@ class Engine(EngineQueries, AbsentMethods):
         self.metrics = {}
         if source is None:
             runner.begin()
+            self._known_skipped = 0
             return
         with Checkpointer(source) as checkpointer:
             runner.restore_from(checkpointer, may_be_durable=False)
+        assert runner.state is not None
+        self._known_skipped = int(runner.state["skipped"])
 
     def reshard(self, mesh_config: MeshConfig | Mapping[str, Any]) -> Self:
         """Changes the ZeRO stage or the mesh between two steps. Batch, optimizer and counters stay
@@ -323,11 +329,21 @@ class Engine(EngineQueries, AbsentMethods):
         return self.translation.steps_per_print or _DEFAULT_EVERY
 
     def _print_report(self, runner: StepRunner, values: Metrics) -> None:
-        """Prints the metrics of a step if `steps_per_print` is set and no log prints metrics."""
-        if runner.has_log or self.translation.steps_per_print is None:
+        """Prints the metrics of a step, or only that steps were skipped if `steps_per_print` is not
+        set; nothing if a log prints metrics."""
+        newly = int(values["num_skipped"]) - self._known_skipped
+        self._known_skipped += newly
+        if runner.has_log or jax.process_index() != 0:
             return
-        if jax.process_index() == 0:
+        if self.translation.steps_per_print is not None:
             print(_line(values, runner.plan.traced.metric_names), flush=True)
+        elif newly:
+            scale = f", loss scale {values['loss_scale']:g}" if "loss_scale" in values else ""
+            print(
+                f"step {int(values['step'])}: updates skipped since the last report because loss "
+                f"or gradients were not finite: {newly} ({self._known_skipped} in all{scale})",
+                flush=True,
+            )
 
     def _say(self, text: str) -> None:
         """Writes a line to the run's log; without a log, process 0 prints it."""
@@ -500,6 +516,13 @@ class Engine(EngineQueries, AbsentMethods):
         if self._runner is None or self.state is None:
             raise ValueError(_NO_STATE)
         return self._runner.to_model(weights=weights)
+
+
+def _warn_of_idle_offload(plan: Plan) -> None:
+    """Warns that offload moves nothing, because all shards are too small."""
+    if plan.offload is not None and not plan.offload.leaves:
+        for text in describe_offload(plan.settings, plan.offload):
+            warn_user(text)
 
 
 def _line(values: Metrics, own: Sequence[str]) -> str:

@@ -131,7 +131,7 @@ class EngineQueries:
 
     def steps_per_print(self) -> int | None:
         """Returns the number of steps between printed lines; None if the ds_config does not set it:
-        then lines are printed only by the log of a run folder."""
+        then only skipped steps and the log of a run folder are printed."""
         return self.translation.steps_per_print
 
     def fp16_enabled(self) -> bool:

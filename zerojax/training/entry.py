@@ -45,7 +45,7 @@ from zerojax.data import (
     mixture_parts,
     one_pass,
 )
-from zerojax.data.tokenizer import Tokenizer
+from zerojax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from zerojax.models.losses import NATS_PER_TOKEN, LossWithUnit, next_token_of_call
 from zerojax.optim.precision import Precision
 from zerojax.placement import device_mesh as meshes
@@ -69,6 +69,7 @@ from zerojax.training.run_spec import (
 from zerojax.training.train_arguments import Arguments, LoopSettings, checked
 from zerojax.training.trainer import Callback, Trainer
 from zerojax.training.validation import check_validation, in_batches
+from zerojax.zoo.hugging_face import Pretrained
 
 DEFAULT_STEPS = 200
 DEFAULT_BATCH = 32
@@ -89,6 +90,8 @@ _ELSEWHERE = {
     "epochs": "the length of a run is steps=...",
     "num_epochs": "the length of a run is steps=...",
     "batch_size": "batches have the rows that you give them; for text: global_batch_size=...",
+    "tokenizer": "text is encoded by the tokenizer.json of the model's folder, else by bytes; for "
+    "another one: data=zerojax.data.as_source(PATH, tokenizer=..., ...)[0]",
     "gradient_accumulation_steps": "it is num_microbatches=... here",
 }
 """Keywords that users may expect in `train` but that belong elsewhere: {name: remedy}."""
@@ -145,7 +148,8 @@ def train(
           time per step, for two minutes at most (`zerojax.search`); elsewhere the defaults. The
           search keeps `num_microbatches`, if given;
         - None: all devices on `data`, zero=1.
-        The keys of a dict decide between `MeshConfig` and DeepSpeed, which share no key.
+        The keys of a dict decide between `MeshConfig` and DeepSpeed, which share no key; a dict
+        without a key of either is refused.
       batches: an iterable of batches (trees of arrays, dimension 0 is the global batch; torch CPU
         tensors are accepted), a function `step -> batch`, a `TokenSource`, or a dataset of rows (a
         `datasets.Dataset` or a `torch.utils.data.Dataset` with a length; `global_batch_size` rows
@@ -153,7 +157,8 @@ def train(
         batch or only its own rows; the first batches show which, and the run logs it. None: the
         text in `data`.
       data: instead of `batches`: a text file, a folder of text files, token files, a folder of
-        chats (`zerojax data prepare --format chat`), or several of these, {path: weight}.
+        chats (`zerojax data prepare --format chat`), or several of these, {path: weight}. Text is
+        encoded by the tokenizer.json of a model of `from_hugging_face`, else by bytes.
       loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
         rows of one microbatch on one device. A scalar must be the mean over these rows. For pairs,
         the sums are added and divided once by the total weight, which must not depend on
@@ -348,6 +353,17 @@ def _as_mesh(mesh_config: Any) -> Mesh:
     return meshes.make_mesh(as_mesh_config(mesh_config))
 
 
+def tokenizer_of_model(model: tracing.Model, data: Any) -> str:
+    """Returns the folder of the tokenizer.json of pretrained weights; "bytes" if there is none.
+
+    A source has a tokenizer already.
+    """
+    if not isinstance(model, Pretrained) or isinstance(data, RowSource):
+        return "bytes"
+    folders = [model.adapter_folder, model.folder.path]
+    return next((str(x) for x in folders if x and (x / TOKENIZER_FILE).is_file()), "bytes")
+
+
 def _with_text(
     arguments: Arguments, unit: int
 ) -> tuple[Arguments, TextData | None, Tokenizer | None]:
@@ -363,8 +379,10 @@ def _with_text(
     seq_len = arguments.seq_len or getattr(config, "max_seq_len", None) or 128
     # Rounded up, so that shards and microbatches divide the default evenly.
     size = arguments.global_batch_size or -(-DEFAULT_BATCH // unit) * unit
+    spec = tokenizer_of_model(arguments.model, data)
     batches, rest, tokenizer = as_source(
         data,
+        tokenizer=spec,
         seq_len=seq_len,
         global_batch_size=size,
         seed=arguments.seed,
@@ -373,7 +391,8 @@ def _with_text(
     origin = "the text inside the package" if data is None else str(data)
     if not isinstance(batches, TokenSource):
         origin = batches.describe()
-    reason = f"data: {origin}, batches of {size} x {seq_len} tokens"
+    kind = "" if tokenizer is None else f" of {tokenizer!r}" + f" from {spec}" * (spec != "bytes")
+    reason = f"data: {origin}, batches of {size} x {seq_len} tokens{kind}"
     text, parts = None, mixture_parts(data)
     if parts:
         text = TextData(mixture=absolute_parts(parts), seq_len=seq_len)

@@ -21,7 +21,10 @@ from zerojax.config.checks import names_keywords, warn_user
 from zerojax.config.loader import ConfigError, user_path
 from zerojax.config.mesh import DEVICE
 from zerojax.config.tree_types import Batch, Tree
-from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
+from zerojax.data import PackedSource, RowSource, abstract_global, as_source, load_tokenizer
+from zerojax.data.corpus import existing_path
+from zerojax.data.text_set import is_text_set
+from zerojax.data.tokens import is_token_path
 from zerojax.models.losses import next_token_of_call
 from zerojax.optim.precision import Precision
 from zerojax.placement import device_mesh as meshes
@@ -47,6 +50,7 @@ from zerojax.training.run_generation import (
 from zerojax.training.run_record import (
     RECORD_FILE,
     RunRecord,
+    TextData,
     abstract_of,
     check_record,
     read_record,
@@ -116,18 +120,12 @@ class LoadedRun:
         Raises:
           ValueError: no part was held out, or the run's batches came from Python.
         """
-        data = self.record.data
-        if data is None:
-            raise ValueError(
-                f"{self._folder} was trained on batches that came from Python, which its folder "
-                "does not hold; pass batches to the loaded run: evaluate(batches)"
-            )
-        example = abstract_of(self.record.batch)
+        data = self._text_data()
         _, validation, _ = as_source(
             data.data,
             tokenizer=self.tokenizer or "bytes",
             seq_len=data.seq_len,
-            global_batch_size=jax.tree.leaves(example)[0].shape[0],
+            global_batch_size=self._rows(),
             validation_fraction=data.validation_fraction,
             pack=data.pack,
             long_texts=data.long_texts,
@@ -139,14 +137,65 @@ class LoadedRun:
             )
         return validation
 
+    def source_of(self, path: str | Path) -> RowSource:
+        """Opens data for `evaluate` with the run's tokenizer and length of rows, not shuffled.
+
+        The batches have at most as many rows as in training, and hold nearly all rows of the data.
+
+        Args:
+          path: a text file, a folder of text files, token files or chats; of a folder that has
+            validation data, only these.
+
+        Raises:
+          FileNotFoundError: the path does not exist.
+          ValueError: the data have too few tokens, the run's tokenizer is not known, or the run's
+            batches came from Python.
+        """
+        data, found = self._text_data(), existing_path(path)
+        if self.tokenizer is None and not is_token_path(found) and not is_text_set(found):
+            raise ValueError(
+                f"{path} is text, but {self._folder} does not hold the tokenizer of its run; pass "
+                "token files that were made like those of the run"
+            )
+        train, validation, _ = as_source(
+            path,
+            tokenizer=self.tokenizer,
+            seq_len=data.seq_len,
+            global_batch_size=1,
+            validation_fraction=0,
+            pack=data.pack,
+            long_texts=data.long_texts,
+        )
+        source, unit = validation or train, self.plan.division.unit
+        count = math.ceil(source.num_rows / self._rows())
+        rows = max(unit, source.num_rows // count // unit * unit)
+        in_order: dict[str, Any] = {"shuffle": False, "global_batch_size": rows}
+        if isinstance(source, PackedSource):
+            in_order["fill"] = True
+        return dataclasses.replace(source, **in_order)
+
+    def _text_data(self) -> TextData:
+        if self.record.data is None:
+            raise ValueError(
+                f"{self._folder} was trained on batches that came from Python, which its folder "
+                "does not hold; pass batches to the loaded run: evaluate(batches)"
+            )
+        return self.record.data
+
+    def _rows(self) -> int:
+        """Returns the number of rows of a global batch in training."""
+        return jax.tree.leaves(abstract_of(self.record.batch))[0].shape[0]
+
     def evaluate(self, batches: Any = None, num_batches: int | None = None) -> dict[str, float]:
         """Returns the mean loss and metrics in evaluation mode, as `Trainer.evaluate` does.
 
         Args:
           batches: validation data in any form that `zerojax.train` takes, but the first batch must
-            be full; None: the validation part of the run's text.
+            be full; or a path, whose data are all read, see `source_of`; None: the validation part
+            of the run's text.
           num_batches: maximum number of batches; None: the run's `eval_batches` for a source or a
-            function, all batches otherwise.
+            function (8 if not set), all batches otherwise. "weight" in the result tells how many
+            tokens were evaluated.
 
         Raises:
           ValueError: there is nothing to evaluate on, or the run had a loss function of its own
@@ -157,6 +206,9 @@ class LoadedRun:
                 f"{self._folder} was trained with a loss function of your own, which its folder "
                 f"does not hold; pass it: zerojax.load_run({str(self._folder)!r}, loss=LOSS)"
             )
+        if isinstance(batches, str | Path):
+            batches = self.source_of(batches)
+            num_batches = num_batches or int(batches.steps_per_epoch)
         batches = self.validation() if batches is None else batches
         batches = in_batches(batches, self.plan.global_batch_size)
         if isinstance(batches, RowSource):
@@ -462,6 +514,11 @@ def _read_record(folder: Path) -> RunRecord:
         return record
     if is_model_folder(folder):
         raise ValueError(f"{folder} {NOT_A_RUN}")
+    if any(True for _ in folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} has exported weights, not a run; pass the folder of the run, or read the "
+            "arrays with safetensors.numpy.load_file"
+        )
     if (folder / CONFIG_FILE).is_file():
         raise ValueError(
             f"{folder} has no {RECORD_FILE}: an older version wrote the run; continue training "

@@ -245,7 +245,10 @@ def _pretrained_reasons(config: RunConfig, model: ModelLike) -> list[str]:
     if not isinstance(model, Pretrained):
         return []
     spec = tokenizer_spec(config)
-    known = [] if spec == config.data.tokenizer else [f"data.tokenizer: that of {spec}"]
+    if spec == config.data.tokenizer == DataConfig.tokenizer:
+        known = [f"data.tokenizer: {spec}, because the folder has no {TOKENIZER_FILE}"]
+    else:
+        known = [] if spec == config.data.tokenizer else [f"data.tokenizer: that of {spec}"]
     return [model.describe(), *known]
 
 

@@ -74,12 +74,11 @@ def check_validation(validation: object) -> None:
             "evaluation reads it anew; give a list of batches, a function of the batch's number, "
             "or a TokenSource"
         )
-    if isinstance(validation, str | Path):
-        raise TypeError(
-            f"validation={str(validation)!r} is a path; give batches, or "
-            "zerojax.data.as_source(PATH, ...)[0]. Data from text files needs no validation=: "
-            "its own validation part is used"
-        )
+    _check_no_path(
+        "validation",
+        validation,
+        ". Data from text files needs no validation=: its own validation part is used",
+    )
     is_data = isinstance(validation, RowSource | Iterable) or callable(validation)
     if validation is not None and not (is_data or is_dataset(validation)):
         raise TypeError(
@@ -92,13 +91,25 @@ def check_validation(validation: object) -> None:
         raise ValueError("validation is empty; give at least one batch, or None for no validation")
 
 
+def _check_no_path(name: str, data: object, more: str = "") -> None:
+    if isinstance(data, str | Path):
+        raise TypeError(
+            f"{name}={str(data)!r} is a path; give batches, or zerojax.data.as_source(PATH, "
+            f"...)[0]{more}"
+        )
+
+
 def in_batches(data: object, global_batch_size: int) -> Any:
     """Converts a dataset of rows to a source of batches; returns other data unchanged.
 
     Args:
       data: validation data in any form that `zerojax.train` takes, or None.
       global_batch_size: number of rows of a global batch of the plan.
+
+    Raises:
+      TypeError: `data` is a path.
     """
+    _check_no_path("batches", data)
     if isinstance(data, DatasetSource):
         return dataclasses.replace(data, global_batch_size=global_batch_size)
     return as_dataset_source(data, global_batch_size=global_batch_size, seed=0, shuffle=False)
