@@ -46,6 +46,23 @@ class Resumable:
         self.number = int(state[:-1])
 
 
+class OfOneDict(Resumable):
+    """The same, whose state is the dict that it changes."""
+
+    def __init__(self) -> None:
+        self.state = {"number": 0}
+
+    def __next__(self):
+        self.state["number"] += 1
+        return batch_of(self.state["number"] - 1)
+
+    def get_state(self) -> dict[str, int]:
+        return self.state
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
 class Loader:
     """Gives ten batches each time it is iterated, in an order of its own every time."""
 
@@ -70,6 +87,7 @@ KINDS = {
     "loader": Loader,
     "generator": lambda: (batch_of(i) for i in range(100)),
     "stateful": Resumable,
+    "stateful, of one dict": OfOneDict,
 }
 
 
@@ -83,13 +101,16 @@ def test_a_restored_feed_goes_on_where_the_first_one_stopped(kind: str):
     assert len({str(batch) for batch in whole}) >= 7
     first = as_feed(KINDS[kind]())
     assert read(first, 13) == whole[:13]
-    state = json.loads(json.dumps(first.state()))
+    state = first.state()
     assert first.position == 13
+    assert read(first, 3) == whole[13:16]  # as reading ahead does
+    saved = json.loads(json.dumps(state))
     second = as_feed(KINDS[kind]())
-    second.restore(state)
+    second.restore(saved)
     assert second.position == 13
-    assert second.state() == first.state()
+    assert second.state() == state
     assert read(second, 17) == whole[13:]
+    assert saved == state
 
 
 @pytest.mark.parametrize("kind", KINDS)

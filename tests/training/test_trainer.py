@@ -446,3 +446,37 @@ def test_metrics_file_of_a_run(tmp_path):
     steps = [row["step"] for row in rows if row["kind"] == "train"]
     assert steps == [1, 2, 4, 6]
     assert [row["step"] for row in rows if row["kind"] == "eval"] == [6]
+
+
+def test_a_state_of_data_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path):
+    class Drawn:
+        def __init__(self):
+            self.random = np.random.RandomState(0)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return self.random.normal(size=(8, 3)).astype(np.float32)
+
+        def get_state(self):
+            return self.random.get_state()
+
+        def set_state(self, state):
+            self.random.set_state(state)
+
+    steps = []
+
+    def train(**more):
+        own = (lambda _: {"w": jnp.ones(3)}, lambda params, x: x @ params["w"])
+        count = {"callbacks": [lambda *_: steps.append(0)], "steps": 2, "run_dir": None}
+        loss = lambda model, batch: jnp.mean(model(batch) ** 2)  # noqa: E731
+        zerojax.train(own, {"zero": 1}, Drawn(), loss=loss, **count, **more)
+
+    with pytest.raises(
+        TypeError, match=r"the result of get_state\(\) of the data\[1\] is a ndarray"
+    ):
+        train(checkpoint=tmp_path / "steps")
+    assert not steps
+    train()  # nothing is saved, so any state will do
+    assert len(steps) == 2

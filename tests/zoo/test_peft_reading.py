@@ -6,6 +6,7 @@ Expected values: tests/oracles/peft_reading.py.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from safetensors.numpy import load_file, save_file
 import zerojax
 from tests.support.peft_cases import CASES, tensor_of, tokens_of
 from tests.support.refusals import code_in, refused
+from zerojax.cli import main
 from zerojax.config import ModelConfig
 from zerojax.zoo import TaskConfig, merge_lora
 from zerojax.zoo.hugging_face.peft import ADAPTER_CONFIG, ADAPTER_FILE
+from zerojax.zoo.lora import trained_only
 
 DATA = Path(__file__).parents[1] / "data" / "peft_reading.json"
 ORACLE = json.loads(DATA.read_text())["cases"]
@@ -83,9 +86,8 @@ def train(model: Any, case: str, **options: Any) -> Any:
         {"zero": 3, "persistence_threshold": 0},
         [batch_of(case)],
         optimizer=zerojax.adamw(1e-2, weight_decay=0.0),
-        freeze=model.freeze,
         log=zerojax.LogConfig(every=1),
-        **options,
+        **{"freeze": model.freeze, **options},
     )
 
 
@@ -154,6 +156,7 @@ def test_a_new_adapter_and_a_head_are_trained_and_read_again(tmp_path: Path) -> 
         assert "task_head/kernel" in trainer.state["params"]
         zerojax.to_peft(trainer, tmp_path / "out")
         trained = trainer.to_model()
+        assert not [x for x in trainer.plan.reasons if x.startswith("adapters: ")]
     settings = json.loads((tmp_path / "out" / ADAPTER_CONFIG).read_text())
     assert settings["task_type"] == "SEQ_CLS"
     assert settings["modules_to_save"] == ["score"]
@@ -163,6 +166,24 @@ def test_a_new_adapter_and_a_head_are_trained_and_read_again(tmp_path: Path) -> 
     named = zerojax.from_hugging_face(tmp_path / "out", task=task)
     assert named.config.task == task
     np.testing.assert_array_equal(logits_of(named.to_model(), "x"), logits_of(trained, "x"))
+
+
+def test_adapters_of_a_run_that_trained_the_base_too_are_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path, "patterns").parent / "base"
+    lora = zerojax.LoraConfig(rank=2, targets=("attention/",))
+    model = zerojax.add_lora(zerojax.from_hugging_face(folder), lora)
+    run, out = tmp_path / "run", tmp_path / "out"
+    for freeze, told in (((), 1), (trained_only(["final_norm/scale"]), 0)):
+        shutil.rmtree(run, ignore_errors=True)
+        with train(model, "tokens", steps=1, freeze=freeze, checkpoint=run) as trainer:
+            assert sum(x.startswith("adapters: ") for x in trainer.plan.reasons) == told
+            with pytest.raises(ValueError, match="would lose what .*freeze=lora.freeze"):
+                zerojax.to_peft(trainer, out)
+        assert main(["checkpoint", "export", str(run), str(out), "--format", "peft"]) != 0
+        assert "freeze=lora.freeze" in capsys.readouterr().err
+    assert not out.exists()
 
 
 MERGE = ["merge_and_unload", "OTHER"]

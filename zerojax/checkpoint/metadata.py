@@ -13,6 +13,7 @@ seal, checksums nor fingerprints. In format 2 the checkpoint contains all arrays
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import datetime
 import json
@@ -158,17 +159,18 @@ def make_metadata(
       TypeError: `data_state`, `config` or `plan` contains a value that is not JSON; the message
         names the place.
     """
-    for name, value in (("data_state", data_state), ("config", config), ("plan", plan)):
+    states = {"data_state": data_state, "config": config, "plan": plan}
+    for name, value in states.items():
         if not isinstance(value, dict):
             raise TypeError(f"{name} is a {type(value).__name__}; a checkpoint stores a dict")
-        _check_json(value, name)
+        check_json(value, name)
+    # The writer's thread reads them later, when a callback may have changed a state that it gave.
+    states = copy.deepcopy(states)
     return Metadata(
         step=step,
         arrays={name: describe(leaves[name]) for name in sorted(leaves)},
         files={},
-        data_state=data_state,
-        config=config,
-        plan=plan,
+        **states,
         versions=_versions(),
         saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         num_devices=jax.device_count(),
@@ -417,11 +419,17 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _check_json(value: object, where: str, depth: int = 2) -> None:
-    """Raises for values that JSON would lose or change, or that could not be read again.
+def check_json(value: object, where: str, depth: int = 2) -> None:
+    """Checks that a checkpoint can store a value, and that it is read again unchanged.
 
-    Such values are integer keys, arrays, non-finite numbers, text that is not Unicode, numbers with
-    too many digits, and values that are nested too deeply.
+    Args:
+      value: the value.
+      where: the value's name for messages.
+      depth: levels of lists and dicts of the file above the value.
+
+    Raises:
+      TypeError: it contains integer keys, arrays, non-finite numbers, text that is not Unicode,
+        numbers with too many digits, or values that are nested too deeply.
     """
     if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
         raise TypeError(f"{where[:80]}... is nested deeper than {MAX_DEPTH} levels; flatten it")
@@ -437,10 +445,10 @@ def _check_json(value: object, where: str, depth: int = 2) -> None:
                     f" only string keys; use {str(key)!r}"
                 )
             _check_text(key, where)
-            _check_json(item, f"{where}[{key!r}]", depth + 1)
+            check_json(item, f"{where}[{key!r}]", depth + 1)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _check_json(item, f"{where}[{index}]", depth + 1)
+            check_json(item, f"{where}[{index}]", depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise TypeError(f"{where} is {value}, which JSON does not have; use None or a string")
     elif value is not None and type(value) not in (bool, int, float, str):

@@ -6,6 +6,7 @@ import abc
 import base64
 import collections
 import contextlib
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -24,6 +25,8 @@ Batch = Mapping[str, Any]
 State = dict[str, Any]
 REGROUPED = "regrouped"
 """Key in the state of a feed whose batches are made of rows of another feed's batches."""
+ITERATOR = "iterator"
+"""Key in the state of a feed with the result of `get_state` of the user's iterator."""
 _OTHERS = "batches=zerojax.data.as_feed(batches, allow_other_data=True)"
 
 
@@ -258,7 +261,8 @@ class IterableFeed(Feed):
     """Feed of any iterable. An iterable that can be iterated again is repeated at its end; an
     iterator ends.
 
-    An iterator with `get_state` and `set_state` (grain) is restored by these methods. Any other one
+    An iterator with `get_state` and `set_state` (grain) is restored by these methods. Their states
+    are copied, so an iterator may return and keep a dict that it changes. Any other iterator
     returns to its position by reading and discarding all earlier batches, which is logged.
     """
 
@@ -316,11 +320,19 @@ class IterableFeed(Feed):
         # position.
         if not self._has_state or self._to_skip:
             return {}
-        return {"iterator": _as_json(self._iterator.get_state())}
+        state = self._iterator.get_state()
+        try:
+            state = copy.deepcopy(state)  # batches are read ahead, and it may be a dict in use
+        except Exception as error:  # any object's own error, such as one about a generator
+            raise TypeError(
+                f"the state from get_state() of the data ({type(self._iterator).__name__}) cannot "
+                f"be copied: {error}; return numbers, text, lists and dicts of these"
+            ) from error
+        return {ITERATOR: _as_json(state)}
 
     def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
-        if self._has_state and "iterator" in details:
-            self._iterator.set_state(_from_json(details["iterator"]))
+        if self._has_state and ITERATOR in details:
+            self._iterator.set_state(copy.deepcopy(_from_json(details[ITERATOR])))
             self._to_skip, self._read = 0, position
             return
         if position < self._read:

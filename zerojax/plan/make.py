@@ -99,6 +99,7 @@ from zerojax.plan.named_dims import under_axis_rules, with_named_dims
 from zerojax.plan.optimizer_shapes import fit_padding
 from zerojax.plan.plan_page import plan_dict, plan_line, plan_table
 from zerojax.plan.reasons import (
+    describe_adapters,
     describe_batch,
     describe_choices,
     describe_frozen,
@@ -414,6 +415,7 @@ def _decide(
             ),
             *describe_constants(seen.trace.jaxpr),
             *describe_ragged(seen.trace, mesh),
+            *describe_adapters(placement),
             *describe_frozen(seen.params, stored["frozen"], task.precision),
             *describe_codes([x for x in placement.leaves.values() if x.frozen], task.precision),
             *_describe_sent(task, placement, seen.trace, tx),

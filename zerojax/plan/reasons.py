@@ -32,6 +32,7 @@ from zerojax.tracing.trace import ModelTrace
 from zerojax.tracing.trees import flatten_names, format_bytes
 from zerojax.tracing.wide_products import find_wide_products
 from zerojax.zoo.fp8 import rounded_format
+from zerojax.zoo.lora import adapted_kernels
 
 
 def describe_choices(
@@ -272,6 +273,21 @@ def describe_frozen(
             line += f", and values beyond {jnp.finfo(kept).max:,.0f} become infinite"
         line += "; freeze_dtype=fp32 preserves all values"
     return [line]
+
+
+def describe_adapters(placement: Placement) -> list[str]:
+    """Says that kernels are trained themselves although they have adapters; [] if none is."""
+    leaves = placement.leaves
+    kernels = sorted(
+        name for name in adapted_kernels(leaves) if name in leaves and not leaves[name].frozen
+    )
+    if not kernels:
+        return []
+    return [
+        f"adapters: {_some(kernels, 'kernels')} trained beside their own adapters, so this run "
+        "trains the whole model. To train only the adapters pass freeze=lora.freeze, which the "
+        "LoraConfig gives; the model of a folder of adapters has the same attribute"
+    ]
 
 
 WIDE_ENOUGH = 0.1

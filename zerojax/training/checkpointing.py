@@ -15,7 +15,9 @@ from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.base_weights import BaseWeights, base_weights
 from zerojax.checkpoint.checkpointer import Checkpointer, Restored
 from zerojax.checkpoint.export import without_average
+from zerojax.checkpoint.metadata import check_json
 from zerojax.checkpoint.restoring import fingerprints_of
+from zerojax.data.feed import ITERATOR, REGROUPED
 from zerojax.features.one_bit.sign_plan import errors_begin_anew
 from zerojax.offload.disk_durable import AnotherPlanError, resume, resume_step
 from zerojax.offload.disk_saving import saved_names, write_pieces
@@ -139,6 +141,20 @@ def save_state(
         write_pieces=pieces if apart else None,
         base=base,
     )
+
+
+def check_data_state(state: Mapping[str, Any]) -> None:
+    """Checks before a run that a checkpoint can store what the user's iterator of batches returns.
+
+    Args:
+      state: state of a feed.
+
+    Raises:
+      TypeError: the result of `get_state` contains a value that is not JSON.
+    """
+    own = state.get(REGROUPED, {}).get("feed", state)
+    if ITERATOR in own:
+        check_json(own[ITERATOR], "the result of get_state() of the data")
 
 
 @allocating_for("restoring a checkpoint")

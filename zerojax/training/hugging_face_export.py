@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -154,6 +154,10 @@ def to_peft(
 ) -> Path:
     """Writes a model's adapters for `peft.PeftModel.from_pretrained`, without the base model.
 
+    All that was trained must be in these files: adapters, and what a folder of adapters or the head
+    of a task trains whole. A run without `freeze=` is refused, because it has trained the base
+    model, too.
+
     With several processes all of them must call it; process 0 writes.
 
     Args:
@@ -169,6 +173,7 @@ def to_peft(
     Raises:
       UnsupportedError: a ValueError: there are no adapters, or the architecture has no Hugging
         Face format.
+      ValueError: the run has trained parameters that these files do not hold.
       FileExistsError: `folder` exists and is not empty.
       CheckpointError: the step does not exist or is damaged.
     """
@@ -179,12 +184,25 @@ def to_peft(
         return export_adapters(saved, run_folders(trained, saved), out, weights=weights)
     _check_there(trained, step)
     description = describe_model(trained.plan.model)
-    params = model_parts(trained.plan, trained.state, weights=weights)
-    params = {**params["params"], **params["frozen"]}
+    parts = model_parts(trained.plan, trained.state, weights=weights)
+    params = {**parts["params"], **parts["frozen"]}
     read = _reader(params, NamedSharding(trained.plan.mesh, P()))
     wanted = {*adapter_names(params), *description.saved}
+    _check_rest_frozen(parts["params"], wanted)
     adapters = {name: read(name, None) for name in params if name in wanted}
     return _write_adapters(out, description, adapters)
+
+
+def _check_rest_frozen(trained: Iterable[str], written: Collection[str]) -> None:
+    """Raises a ValueError if parameters were trained that files of adapters do not hold."""
+    lost = sorted(set(trained) - set(written))
+    if lost and adapter_names(written):
+        raise ValueError(
+            f"files of adapters would lose what {len(lost)} other parameters learned, such as "
+            f"{lost[0]}, because the run did not freeze them. Write the whole model with "
+            "zerojax.to_hugging_face (--format hugging_face), or train with freeze=lora.freeze, "
+            "which the LoraConfig gives; the model of a folder of adapters has the same attribute"
+        )
 
 
 def _check_there(
@@ -218,6 +236,8 @@ def export_adapters(
     names = _arrays_of_model(saved, weights)
     unread = open_arrays(saved.folder, metadata)
     wanted = {*adapter_names(names), *description.saved}
+    trained = [name for name, full in names.items() if not full.startswith("frozen/")]
+    _check_rest_frozen(trained, wanted)
     adapters = {
         name: read_whole(saved, full, unread[full], as_abstract(metadata.arrays[full]).shape)
         for name, full in names.items()

@@ -30,6 +30,7 @@ from zerojax.step.reshard import with_weights
 from zerojax.tracing.trees import num_bytes
 from zerojax.training.checkpointing import (
     as_begun,
+    check_data_state,
     end_state,
     save_state,
 )
@@ -276,6 +277,8 @@ class Trainer(StepRunner):
         before, feed = self._feed or (None, None)
         if feed is None or not (before is batches or feed.advances(batches)):
             feed = self._new_feed(batches)
+            if self._checkpointer is not None:
+                check_data_state(feed.state())
         self._feed = batches, feed
         if self._data_state is not None and feed.state() != self._data_state:
             feed.restore(self._data_state)
