@@ -221,6 +221,23 @@ def test_layers_of_a_list_are_counted_as_on_one_device():
     assert model_flops(one.plan) == model_flops(eight.plan)
 
 
+def numbered(model, batch):
+    """Every row has a weight of its own."""
+    image, _ = model(batch["x"], batch["y"])
+    return jnp.mean(image[:, 0] * zerojax.row_numbers(image))
+
+
+def test_numbers_of_rows_are_refused_where_several_parts_would_have_the_same():
+    parts = "zerojax.row_numbers 2 same numbers"
+    refused(lambda: plan_of(numbered, num_microbatches=2), parts, "num_microbatches=1 'row'")
+    request = make_request(
+        (init, build_apply()), batch_of, loss=numbered, optimizer=optax.sgd(1e-2), devices=2
+    )
+    result = check_here(request)
+    assert result.agrees, result.table()
+    assert any("zerojax.row_numbers" in note for note in result.notes)
+
+
 def test_what_is_not_the_whole_batch_is_refused():
     refused(lambda: plan_of(num_microbatches=2), "zerojax.gather_batch 2", "num_microbatches=1")
     options = {"deterministic": "mesh", "virtual_shards": 8, "optimizer": zerojax.adamw(1e-3)}

@@ -164,17 +164,23 @@ def gather_batch(x: Any) -> jax.Array:
 
 
 def row_numbers(x: Any) -> jax.Array:
-    """Returns the numbers of this device's rows in `gather_batch(x)`: int32 [len(x)].
+    """Returns the numbers of this device's rows in the batch, and so in `gather_batch(x)`: int32
+    [len(x)].
 
     Args:
       x: array [rows of this device, ...].
+
+    Raises:
+      ValueError: the step runs with `deterministic: mesh`. A plan refuses several microbatches, of
+        which each would have the same numbers, and split sequences.
 
     >>> row_numbers(jnp.zeros((3, 2)))
     Array([0, 1, 2], dtype=int32)
     """
     axes = _axes_of("row_numbers")
     first = lax.axis_index(axes) * len(x) if axes else 0
-    return jnp.arange(len(x), dtype=jnp.int32) + first
+    numbers = jnp.arange(len(x), dtype=jnp.int32) + first
+    return numbers if axes else mark_batch_call(numbers, "row_numbers")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
