@@ -237,9 +237,9 @@ def make_plan(
       loss: function `loss(model, batch) -> scalar | (sum, weight)`, called for each part of a
         batch: the rows of one microbatch on one device. A scalar must be the mean over these rows.
         Pairs are summed and divided once by the sum of weights, which must not depend on
-        parameters. Other results, such as a plain `jnp.sum` or a loss that couples rows, depend on
-        the number of parts. A mapping `{name: metric}` of means or pairs `(sum, weight)` may
-        follow. None: the model's method `loss(batch)`.
+        parameters. A plain sum over rows is refused where there are several parts, on whose number
+        it would depend, as does a loss that couples rows. A mapping `{name: metric}` of means or
+        pairs `(sum, weight)` may follow. None: the model's method `loss(batch)`.
       optimizer: an optax transformation or an `OptimizerConfig`; None: the default
         `OptimizerConfig`.
       zero: ZeRO stage 0 to 3; None: the stage in the mesh config, or 1.
@@ -410,6 +410,7 @@ def _decide(
                 placement,
                 seen.extras,
                 traced.counted_state,
+                traced.written_state,
                 task.precision,
                 program.regather,
             ),
