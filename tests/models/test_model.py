@@ -307,6 +307,29 @@ def linen_loss(model, batch):
     return mean_squared_error(model(batch["x"], train=model.training), batch["y"])
 
 
+class Averaged(nnx.Module):
+    """A batch norm, and an average of a kernel that no row changes."""
+
+    def __init__(self, rngs):
+        self.net = WithStatistics(rngs)
+        self.average = nnx.BatchStat(jnp.zeros((12, 32)))
+
+    def __call__(self, x):
+        kernel = jax.lax.stop_gradient(self.net.hidden.kernel[...])
+        self.average[...] = 0.9 * self.average[...] + 0.1 * kernel
+        return self.net(x)
+
+
+def test_a_plan_tells_state_that_rows_change_from_other_state():
+    plan = plan_for(Averaged(nnx.Rngs(0)), loss=regression_loss, batch=regression_batch)
+    alike, apart = (reason for reason in plan.reasons if "non-parameter state" in reason)
+    assert "average" in alike
+    assert "do not depend on which rows" in alike
+    assert "net/norm/" in apart
+    assert "average non" not in apart
+    assert "from its own rows" in apart
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "loss", "mean"),

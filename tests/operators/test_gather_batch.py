@@ -199,6 +199,35 @@ def test_the_work_with_the_rows_of_other_devices_is_counted():
     assert one == eight
 
 
+def hardest(model, batch):
+    """The eight largest errors of the batch."""
+    image, text = model(batch["x"], batch["y"])
+    errors = zerojax.gather_batch(jnp.sum((image - text) ** 2, axis=-1))
+    return jnp.mean(jax.lax.top_k(errors, ROWS // 2)[0])
+
+
+def by_targets(model, batch):
+    """Cross-entropy with a table of the batch."""
+    image, text = model(batch["x"], batch["y"])
+    targets = jnp.eye(ROWS)[zerojax.row_numbers(image)]
+    logits = SCALE * image @ zerojax.gather_batch(text).T
+    return -jnp.mean(jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1))
+
+
+def by_groups(model, batch):
+    """Errors from the means of eight groups of rows of the batch."""
+    image, text = model(batch["x"], batch["y"])
+    means = jnp.mean(zerojax.gather_batch(text).reshape(8, -1, WIDTH), axis=1)
+    return jnp.mean((image[:, None] - means[None]) ** 2)
+
+
+@pytest.mark.parametrize("loss", [hardest, by_targets, by_groups])
+def test_a_loss_may_use_the_number_of_rows_of_the_batch(loss):
+    """A plan traces the loss with the rows of one device, and gathers those of all."""
+    losses = [run(loss, devices=number, zero=2, steps=2).losses for number in (1, 8)]
+    np.testing.assert_allclose(*losses, rtol=0, atol=TOLERANCE)
+
+
 class Listed(nnx.Module):
     """Towers whose layers a Python loop calls."""
 
@@ -219,6 +248,23 @@ def test_layers_of_a_list_are_counted_as_on_one_device():
     np.testing.assert_allclose(one.losses, eight.losses, rtol=0, atol=TOLERANCE)
     assert eight.plan.stacks
     assert model_flops(one.plan) == model_flops(eight.plan)
+
+
+def numbered(model, batch):
+    """Every row has a weight of its own."""
+    image, _ = model(batch["x"], batch["y"])
+    return jnp.mean(image[:, 0] * zerojax.row_numbers(image))
+
+
+def test_numbers_of_rows_are_refused_where_several_parts_would_have_the_same():
+    parts = "zerojax.row_numbers 2 same numbers"
+    refused(lambda: plan_of(numbered, num_microbatches=2), parts, "num_microbatches=1 'row'")
+    request = make_request(
+        (init, build_apply()), batch_of, loss=numbered, optimizer=optax.sgd(1e-2), devices=2
+    )
+    result = check_here(request)
+    assert result.agrees, result.table()
+    assert any("zerojax.row_numbers" in note for note in result.notes)
 
 
 def test_what_is_not_the_whole_batch_is_refused():

@@ -207,6 +207,28 @@ def test_a_table_in_the_options_names_what_is_split():
     assert "logical_axis_rules={embed: model}" in "\n".join(without.reasons)
 
 
+@pytest.mark.parametrize(
+    ("table", "about", "remedy"),
+    [
+        ({"embed": None, "mlp": "data"}, "data of the table: ZeRO shards", ["{embed: model}"]),
+        ({"embed": "tp", "mlp": "tp"}, "tp of the table: zerojax has no", ["{embed: model, mlp: "]),
+        ({"embed": "fsdp", "mlp": "tp"}, "fsdp, tp of the", ["{embed: model} or", "{mlp: model}"]),
+    ],
+)
+def test_names_of_no_axis_are_advised_together(table, about, remedy):
+    draw = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+    plan = planned(
+        lambda rngs: nnx.Linear(16, 64, kernel_init=draw, rngs=rngs),
+        loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+        example_batch={"x": np.ones((8, 16), np.float32)},
+        logical_axis_rules=table,
+    )
+    reason = next(reason for reason in plan.reasons if "names dimensions" in reason)
+    assert all(f"logical_axis_rules={words}" in reason for words in remedy), reason
+    assert about in reason
+    assert ("ZeRO" in reason) == ("ZeRO" in about), reason
+
+
 def test_train_leaves_the_users_mesh_alone():
     with jax.set_mesh(mesh(AxisType.Explicit, "x", "y")):
         trainer = zerojax.train(shaped(nothing), MESH, [BATCH] * 2, steps=2, run_dir=None)

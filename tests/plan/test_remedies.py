@@ -213,6 +213,7 @@ USUAL = "optax.adamw(3e-4)"
         (optax.adam, "adam", "optax.adam(3e-4)"),
         (zerojax.lion, "lion", "zerojax.lion(3e-4)"),
         (lambda rate: optax.sgd(rate), "<lambda>", USUAL),
+        (optax.constant_schedule(1e-3), "schedule", "optax.adamw(schedule)"),
         ("adam", "'adam' str", USUAL),
         (1e-3, "0.001 float", "zerojax.OptimizerConfig(name='lion')"),
         ([1e-3], "[0.001] list", "None"),
@@ -225,7 +226,25 @@ USUAL = "optax.adamw(3e-4)"
 )
 def test_what_is_no_optimizer(bad, value, remedy):
     wrong_type(lambda: plan(optimizer=bad), f"optimizer {value}", remedy)
-    plan(optimizer=eval(remedy, {"optax": optax, "zerojax": zerojax, "optimizer": bad}))
+    names = {"optax": optax, "zerojax": zerojax, "optimizer": bad, "schedule": bad}
+    plan(optimizer=eval(remedy, names))
+
+
+STATE = "nnx.state(model, nnx.Param)"
+
+
+@pytest.mark.parametrize("bad", [STATE, "{'out': {}}", "lambda params: {'out': True, 'up': True}"])
+def test_masks_of_another_form(bad):
+    """A mask of Flax's own tree, and masks in which parameters are missing."""
+    model = Line(nnx.Rngs(0))
+    names = {"jax": jax, "nnx": nnx, "model": model}
+    masked = lambda mask: plan(optimizer=optax.adamw(1e-3, mask=mask))  # noqa: E731
+    remedy = "mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)"
+    given = jax.tree.map(lambda _: True, eval(bad, names)) if bad == STATE else eval(bad, names)
+    message = refused(lambda: masked(given), "mask", [remedy, "nnx.to_pure_dict"])
+    assert "zerojax.adamw" not in message
+    masked(eval(remedy.removeprefix("mask="), names))
+    masked(jax.tree.map(lambda _: True, eval(f"nnx.to_pure_dict({STATE})", names)))
 
 
 @pytest.mark.thorough

@@ -139,7 +139,9 @@ def test_a_loss_that_mixes_rows_refuses_it_before_the_first_step(loss, part):
     ],
 )
 def test_a_loss_over_the_whole_batch_is_not_advised_to_return_weights(validation, remedy):
-    with pytest.raises(ValueError, match=f"batch_sum, batch_mean or gather_batch.*; {remedy}$"):
+    with pytest.raises(
+        ValueError, match=f"batch_sum, batch_mean, gather_batch or row_numbers.*; {remedy}$"
+    ):
         train(validation(), of_the_whole_batch)
 
 

@@ -346,3 +346,12 @@ def test_a_run_file_and_finetune_name_python(tmp_path: Path) -> None:
     refused(
         lambda: write_run(chats, count_devices=lambda: 1), [folder, SEQUENCE], "LlamaForCausalLM"
     )
+
+
+@pytest.mark.parametrize("data", ["reviews.csv", None])
+def test_text_without_labels_is_refused(data: str | None, tmp_path: Path) -> None:
+    """Whether there is such a file does not matter."""
+    model = zerojax.from_hugging_face(write(tmp_path, "llama"))
+    value = [SEQUENCE, "no batches" if data is None else data]
+    given = {"data": data, "steps": 1, "run_dir": None}
+    refused(lambda: zerojax.train(model, {"zero": 1}, **given), value, "batches labels")

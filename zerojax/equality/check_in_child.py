@@ -49,7 +49,7 @@ from zerojax.equality.short_runs import (
 )
 from zerojax.equality.tracing import Relation, line_of_error
 from zerojax.models.adapt import as_loss, as_model, evaluation_mode
-from zerojax.operators.marks import gathers_batch, takes_over_batch
+from zerojax.operators.marks import takes_over_batch, what_needs_all_rows
 from zerojax.optim.step_sizes import StepSizes
 from zerojax.tracing.protocol import Loss, ModelLike
 from zerojax.tracing.reads import line_of_read
@@ -142,12 +142,12 @@ class _Check:
         self._compare_metrics(experiments)
 
     def _configurations(self) -> list[Configuration]:
-        """Returns the runs of the check, without microbatches if the loss needs all rows."""
+        """Returns the runs of the check, with one microbatch if the loss needs all rows."""
         chosen = configurations(self.devices, self.request.thorough)
-        if not gathers_batch(self.plan.traced.forward.jaxpr):
+        if (call := what_needs_all_rows(self.plan.traced.forward.jaxpr)) is None:
             return chosen
         self.notes.append(
-            "all runs have one microbatch, because zerojax.gather_batch needs all rows at once"
+            f"all runs have one microbatch, because zerojax.{call} needs all rows at once"
         )
         return list(dict.fromkeys(dataclasses.replace(c, num_microbatches=1) for c in chosen))
 

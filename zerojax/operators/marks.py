@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.equations import Equation
 
-BatchCall = typing.Literal["batch_sum", "batch_mean", "gather_batch"]
+BatchCall = typing.Literal["batch_sum", "batch_mean", "gather_batch", "row_numbers"]
 """Name of a function in `zerojax` that reads the rows of all devices."""
 
 _READ = "zerojax.read:"
@@ -83,13 +83,27 @@ def batch_call(equation: Equation) -> BatchCall | None:
 
 
 def takes_over_batch(program: Jaxpr) -> bool:
-    """Returns whether a traced program marks a reduction over the batch, at any nesting depth."""
+    """Returns whether a traced program marks a function of the whole batch, at any nesting
+    depth."""
     return _has(program, lambda equation: batch_call(equation) is not None)
 
 
 def gathers_batch(program: Jaxpr) -> bool:
     """Returns whether a traced program marks a gather of all rows, at any nesting depth."""
     return _has(program, lambda equation: batch_call(equation) == "gather_batch")
+
+
+def what_needs_all_rows(program: Jaxpr) -> BatchCall | None:
+    """Returns the first marked function of a program that is not defined for one of several
+    microbatches; None if there is none."""
+    found: list[BatchCall] = []
+
+    def is_mark(equation: Equation) -> bool:
+        if (kind := batch_call(equation)) in ("gather_batch", "row_numbers"):
+            found.append(kind)
+        return bool(found)
+
+    return found[0] if _has(program, is_mark) else None
 
 
 def _has(program: Jaxpr, predicate: Callable[[Any], bool]) -> bool:

@@ -17,7 +17,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -62,15 +62,44 @@ def batch_split_over(axes: tuple[str, ...] | None) -> Iterator[None]:
 _PARTS = "zerojax_parts"
 
 
-def rows_of_all(parts: int) -> Any:
-    """Returns a context in which a trace on one device counts the rows of all devices.
+_STOPS: contextvars.ContextVar[bool] = contextvars.ContextVar("stops_at_gathers", default=False)
 
-    A mesh says so, and not a variable, because JAX caches traces by mesh.
+
+class GathersRowsError(Exception):
+    """A loss called `gather_batch` inside of `stopping_at_gathers`."""
+
+
+@contextlib.contextmanager
+def stopping_at_gathers() -> Iterator[None]:
+    """Makes `gather_batch` raise `GathersRowsError`, before a loss uses rows that are too few."""
+    token = _STOPS.set(True)
+    try:
+        yield
+    finally:
+        _STOPS.reset(token)
+
+
+def with_rows_of_all(loss: Callable[..., Any], rows: int) -> Callable[..., Any]:
+    """Returns a loss that, traced on one device with a part of the batch, gathers as many rows as
+    the batch has.
+
+    A mesh says so, and not a variable, because JAX caches traces by mesh. In a step the mesh is
+    that of the step, and the loss is called as it is.
 
     Args:
-      parts: number of devices with rows of their own.
+      loss: function `loss(model, batch)`.
+      rows: number of rows of the batch.
     """
-    return jax.sharding.use_abstract_mesh(AbstractMesh((parts,), (_PARTS,)))
+
+    @functools.wraps(loss)
+    def gathering(model: Any, batch: Any) -> Any:
+        parts = rows // jax.tree.leaves(batch)[0].shape[0]
+        if parts == 1 or batch_axes() != ():
+            return loss(model, batch)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((parts,), (_PARTS,))):
+            return loss(model, batch)
+
+    return gathering
 
 
 def batch_axes() -> tuple[str, ...] | None:
@@ -161,22 +190,30 @@ def gather_batch(x: ArrayLike) -> jax.Array:
     axes = _axes_of("gather_batch")
     if axes:
         return _all_rows(x, axes)
+    if _STOPS.get():
+        raise GathersRowsError
     parts = jax.sharding.get_abstract_mesh().shape.get(_PARTS, 1)
     return jnp.concatenate([mark_batch_call(x, "gather_batch")] * parts)
 
 
 def row_numbers(x: jax.Array | np.ndarray) -> jax.Array:
-    """Returns the numbers of this device's rows in `gather_batch(x)`: int32 [len(x)].
+    """Returns the numbers of this device's rows in the batch, and so in `gather_batch(x)`: int32
+    [len(x)].
 
     Args:
       x: array [rows of this device, ...].
+
+    Raises:
+      ValueError: the step runs with `deterministic: mesh`. A plan refuses several microbatches, of
+        which each would have the same numbers, and split sequences.
 
     >>> row_numbers(jnp.zeros((3, 2)))
     Array([0, 1, 2], dtype=int32)
     """
     axes = _axes_of("row_numbers")
     first = lax.axis_index(axes) * len(x) if axes else 0
-    return jnp.arange(len(x), dtype=jnp.int32) + first
+    numbers = jnp.arange(len(x), dtype=jnp.int32) + first
+    return numbers if axes else mark_batch_call(numbers, "row_numbers")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -147,8 +147,18 @@ def _not_taken(optimizer: object) -> str:
     name = getattr(optimizer, "__name__", None)
     if callable(optimizer) and name is not None:
         module = (getattr(optimizer, "__module__", None) or "").partition(".")[0]
-        full = f"{module}.{name}" if module in ("optax", "zerojax") else "optax.adamw"
-        return f"optimizer is the function {name}; pass what it returns, such as {full}(3e-4)"
+        # A function inside of another is no function of optax, but may be a schedule from one.
+        if module not in ("optax", "zerojax") or "<locals>" in getattr(
+            optimizer, "__qualname__", ""
+        ):
+            return (
+                f"optimizer is the function {name}; if it is a schedule of learning rates, pass an "
+                "optimizer with these rates, optax.adamw(schedule); if it makes an optimizer, pass "
+                "what it returns, such as optax.adamw(3e-4)"
+            )
+        return (
+            f"optimizer is the function {name}; pass what it returns, such as {module}.{name}(3e-4)"
+        )
     return (
         f"optimizer={quoted(optimizer)} ({type(optimizer).__name__}) is not valid; use an "
         "optax.GradientTransformation such as optax.adamw(3e-4), a zerojax.OptimizerConfig such as "

@@ -127,8 +127,8 @@ def follow_shardings(
         if takes_over_batch(program):
             raise ValueError(
                 f"{next(iter(shardings.lines))} gives an array a sharding in a loss that computes "
-                "over the whole batch (zerojax.batch_sum, batch_mean, gather_batch); leave the "
-                "sharding out"
+                "over the whole batch (zerojax.batch_sum, batch_mean, gather_batch, row_numbers); "
+                "leave the sharding out"
             )
         return annotated, found, shardings.describe()
     assert first is not None

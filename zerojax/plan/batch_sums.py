@@ -1,5 +1,5 @@
 """Checks and describes the calls of `zerojax.batch_sum`, `batch_mean` and `gather_batch` in a loss,
-which read the rows of all devices."""
+which read the rows of all devices, and of `row_numbers`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
+from zerojax.operators.marks import BatchCall
 from zerojax.operators.whole_batch import IN_TURN
 from zerojax.placement import device_mesh as meshes
 from zerojax.placement.table import Placement
@@ -49,27 +50,34 @@ def check_batch_sums(
                 f"batch: it is the same on each of {devices} devices, and its sum would be "
                 f"{devices} times too large; use the value itself"
             )
-    if any(one.kind == "gather_batch" for one in sums):
-        _check_gathers(mesh, num_microbatches)
+    for one in sums:
+        if one.kind in _WHY_ONE_MICROBATCH:
+            _check_rows_there(one.kind, mesh, num_microbatches)
     if sums and settings.fixed_pieces is not None:
         raise ValueError(f"zerojax.{sums[0].kind} {IN_TURN}")
 
 
-def _check_gathers(mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
+def _check_rows_there(kind: BatchCall, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
     if num_microbatches > 1:
         raise ValueError(
-            f"zerojax.gather_batch needs all rows of the batch at once, but num_microbatches="
-            f"{num_microbatches} computes them in {num_microbatches} parts, so that a row would "
-            "be compared with fewer rows; use num_microbatches=1 and save memory by a checkpoint "
-            "(remat), or compare the rows of groups: jax.vmap(loss_of_group)(batch).mean()"
+            f"zerojax.{kind} needs all rows of the batch at once, but num_microbatches="
+            f"{num_microbatches} computes them in {num_microbatches} parts, "
+            f"{_WHY_ONE_MICROBATCH[kind]}"
         )
     for axis, why in _WHY.items():
         if (size := mesh.shape[axis]) > 1:
             raise ValueError(
-                f"zerojax.gather_batch with {axis}={size} is not supported: {why}; use {axis}=1"
+                f"zerojax.{kind} with {axis}={size} is not supported: {why}; use {axis}=1"
             )
 
 
+_WHY_ONE_MICROBATCH: dict[BatchCall, str] = {
+    "gather_batch": "so that a row would be compared with fewer rows; use num_microbatches=1 and "
+    "save memory by a checkpoint (remat), or compare the rows of groups: "
+    "jax.vmap(loss_of_group)(batch).mean()",
+    "row_numbers": "so that rows of each part would have the same numbers; use num_microbatches=1, "
+    "or give the batch an array of row numbers: {'row': np.arange(rows), ...}",
+}
 _WHY = {
     meshes.CONTEXT: "each device has a part of every sequence, not whole rows",
     meshes.STAGE: "a pipeline computes the batch in parts, one after the other",
@@ -81,6 +89,7 @@ def describe_batch_sums(
 ) -> list[str]:
     """Describes the sums over the batch in one sentence, with the bytes that devices send for
     them."""
+    sums = [one for one in sums if one.kind != "row_numbers"]  # nothing is sent for them
     if not sums:
         return []
     names = " and ".join(f"zerojax.{kind}" for kind in sorted({one.kind for one in sums}))
@@ -109,7 +118,7 @@ def bytes_sent(sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbat
     times, and so does the sum of their gradients.
     """
     devices = num_parts(mesh)
-    ring = {"gather_batch": devices - 1.0}
+    ring = {"gather_batch": devices - 1.0, "row_numbers": 0.0}
     return round(
         num_microbatches
         * sum(

@@ -39,7 +39,7 @@ from zerojax.tracing.row_dependence import (
 )
 from zerojax.tracing.trace import ModelTrace
 
-OVER_BATCH = "what zerojax.batch_sum, batch_mean or gather_batch gives it"
+OVER_BATCH = "what zerojax.batch_sum, batch_mean, gather_batch or row_numbers gives it"
 """What `part_with_mixed_rows` returns if the loss reads the rows of all devices; there, rows with a
 weight of 0 count, too."""
 _FORMS = (

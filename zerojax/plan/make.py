@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +48,11 @@ from zerojax.offload.offload_tiers import (
 )
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.operators.marks import gathers_batch
-from zerojax.operators.whole_batch import rows_of_all
+from zerojax.operators.whole_batch import (
+    GathersRowsError,
+    stopping_at_gathers,
+    with_rows_of_all,
+)
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.pipeline.planning import choose_microbatches, plan_pipeline
 from zerojax.placement import device_mesh as meshes
@@ -237,9 +241,9 @@ def make_plan(
       loss: function `loss(model, batch) -> scalar | (sum, weight)`, called for each part of a
         batch: the rows of one microbatch on one device. A scalar must be the mean over these rows.
         Pairs are summed and divided once by the sum of weights, which must not depend on
-        parameters. Other results, such as a plain `jnp.sum` or a loss that couples rows, depend on
-        the number of parts. A mapping `{name: metric}` of means or pairs `(sum, weight)` may
-        follow. None: the model's method `loss(batch)`.
+        parameters. A plain sum over rows is refused where there are several parts, on whose number
+        it would depend, as does a loss that couples rows. A mapping `{name: metric}` of means or
+        pairs `(sum, weight)` may follow. None: the model's method `loss(batch)`.
       optimizer: an optax transformation or an `OptimizerConfig`; None: the default
         `OptimizerConfig`.
       zero: ZeRO stage 0 to 3; None: the stage in the mesh config, or 1.
@@ -410,6 +414,7 @@ def _decide(
                 placement,
                 seen.extras,
                 traced.counted_state,
+                traced.written_state,
                 task.precision,
                 program.regather,
             ),
@@ -592,21 +597,21 @@ def _trace(task: _Task, users: AbstractMesh | None) -> tuple[_Task, _Seen, list[
     def first(model: tracing.Model) -> tuple[Any, Any]:
         params, extras = abstract_model(model, task.batch, task.loss)
         read = as_read(params, task.precision)
-        trace = tracing.trace_model(model, read, extras, microbatch, task.loss)
-        return (params, extras, read, trace), trace.program.jaxpr
+        loss, trace = _first_trace(
+            task, lambda loss: tracing.trace_model(model, read, extras, microbatch, loss)
+        )
+        return (params, extras, read, loss, trace), trace.program.jaxpr
 
     with errors_with_users_lines(microbatch):
         model, found, why = follow_shardings(task.model, first, users)
-        params, extras, read, trace = found
-        trace_of = lambda rows: tracing.trace_model(model, read, extras, rows, task.loss)  # noqa: E731
+        params, extras, read, loss, trace = found
+        trace_of = lambda rows: tracing.trace_model(model, read, extras, rows, loss)  # noqa: E731
         while trace.exact_leaves.keys() - exact:
             exact |= trace.exact_leaves
             before = microbatch
             microbatch = slice_batch(task.batch, pieces, task.precision, exact)
             if jax.tree.leaves(microbatch) != jax.tree.leaves(before):
                 trace = trace_of(microbatch)
-        with _rows_counted(task, trace):
-            trace = trace_of(microbatch) if gathers_batch(trace.program.jaxpr) else trace
         check_not_per_example(trace.result, task.batch, microbatch)
     check_loss(trace.result)
     check_step_counts(trace, params, extras, microbatch, model)
@@ -615,17 +620,28 @@ def _trace(task: _Task, users: AbstractMesh | None) -> tuple[_Task, _Seen, list[
     check_divisor(trace, params, extras, microbatch, whole, trace_of)
     trace = dataclasses.replace(trace, exact_leaves=exact)
     seen = _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
-    return dataclasses.replace(task, model=model), seen, why
+    return dataclasses.replace(task, model=model, loss=loss), seen, why
 
 
-def _rows_counted(
-    task: _Task, trace: tracing.ModelTrace
-) -> contextlib.AbstractContextManager[object]:
-    """Returns a context for tracing a loss that gathers the batch, so that the work with the rows
-    of other devices is counted; for any other loss, one without effect."""
-    if not gathers_batch(trace.program.jaxpr):
-        return contextlib.nullcontext()
-    return rows_of_all(meshes.num_data_shards(task.mesh))
+def _first_trace(
+    task: _Task, trace_of: Callable[[tracing.Loss], tracing.ModelTrace]
+) -> tuple[tracing.Loss, tracing.ModelTrace]:
+    """Traces the loss; returns (the loss, its trace).
+
+    A loss that gathers the batch is traced with the rows of all devices, because it may need their
+    number, and so that the work with them is counted.
+
+    Args:
+      task: the task.
+      trace_of: function that traces a loss with the rows of one microbatch.
+    """
+    with contextlib.suppress(GathersRowsError), stopping_at_gathers():
+        trace = trace_of(task.loss)
+        # A jitted function that JAX has traced before does not stop.
+        if not gathers_batch(trace.program.jaxpr):
+            return task.loss, trace
+    loss = with_rows_of_all(task.loss, jax.tree.leaves(task.batch)[0].shape[0])
+    return loss, trace_of(loss)
 
 
 def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _Seen]:
@@ -638,8 +654,7 @@ def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _S
     assert model is not None
     params = stack_structs(seen.params, rolling.stacks)
     read = as_read(params, task.precision)
-    with _rows_counted(task, seen.trace):
-        trace = tracing.trace_model(model, read, seen.extras, seen.microbatch, task.loss)
+    trace = tracing.trace_model(model, read, seen.extras, seen.microbatch, task.loss)
     trace = dataclasses.replace(trace, exact_leaves=seen.trace.exact_leaves)
     check_same_result(seen.trace, trace)
     rolled = dataclasses.replace(seen, params=params, trace=trace)

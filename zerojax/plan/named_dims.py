@@ -135,7 +135,11 @@ def _describe(
             counts[next(part for part in parts if MODEL in axes_of[part])] += 1
     texts = _texts(named)
     unused = dict.fromkeys(x for name in texts for x in axes_of[name] if x != MODEL)
-    about = [f"{', '.join(unused)} of the table: ZeRO shards over the other axes"] if unused else []
+    own = [axis for axis in unused if axis in AXES]
+    foreign = [axis for axis in unused if axis not in AXES]
+    about = [f"{', '.join(own)} of the table: ZeRO shards over the other axes"] if own else []
+    if foreign:
+        about.append(f"{', '.join(foreign)} of the table: zerojax has no such axis")
     if counts:
         rows = (f"{name} ({number} parameters)" for name, number in counts.items())
         words = [f"`{MODEL}` splits {', '.join(rows)}", *about]
@@ -144,8 +148,14 @@ def _describe(
         ]
     if settings.model == 1:
         return []
+    # Names that share an axis of another library are meant to be split together.
+    groups = [[name for name in texts if axis in axes_of[name]] for axis in foreign]
+    tables = [
+        f"logical_axis_rules={{{', '.join(f'{name}: {MODEL}' for name in names)}}}"
+        for names in groups or [texts[:1]]
+    ]
     return [
         f"the model names dimensions {', '.join(texts)}, but no name stands for `{MODEL}`"
-        f"{'; not used: ' + about[0] if about else ''}; to split some, give "
-        f"logical_axis_rules={{{texts[0]}: {MODEL}}}"
+        f"{'; not used: ' + '; '.join(about) if about else ''}; to split some, give "
+        f"{' or '.join(tables)}"
     ]

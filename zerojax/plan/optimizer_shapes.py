@@ -234,7 +234,16 @@ def _why_not(error: Exception) -> str:
             "(optax.LookaheadParams), which a model does not have; pass only its inner optimizer, "
             "or keep an average of the weights: zerojax.with_ema(INNER, 0.999)"
         )
+    remedy = "use another optimizer, such as zerojax.adamw"
+    if re.search(r"pytree|tree structure|[Dd]ict key mismatch|node type", words):
+        remedy = (
+            "a mask, or labels, must be a function of the trained parameters, mask=lambda params: "
+            "jax.tree.map(lambda x: x.ndim > 1, params), or a tree like theirs, which for an nnx "
+            "model is nnx.to_pure_dict(nnx.state(model, nnx.Param))"
+        )
+    elif "no corresponding transformation" in words:
+        remedy = "give each label a transformation"
     return (
         f"the optimizer cannot update these parameters: {type(error).__name__}: {words[:400]}; "
-        "use another optimizer, such as zerojax.adamw"
+        f"{remedy}"
     )

@@ -95,6 +95,7 @@ def describe_model(
     placement: Placement,
     extras: Mapping[str, Any],
     counted: Collection[str],
+    written: Collection[str],
     precision: Precision,
     regather: bool,
 ) -> list[str]:
@@ -107,6 +108,7 @@ def describe_model(
       placement: placement table.
       extras: {name: array} of the model's state that is not parameters.
       counted: names of the arrays of this state to which sums over the batch are added.
+      written: names of the arrays of this state whose new values depend on a shard's rows.
       precision: dtypes of the run.
       regather: whether the step gathers parameters again in the backward pass.
     """
@@ -126,24 +128,7 @@ def describe_model(
     if switched := getattr(model, "switched", ()):
         names = ", ".join(switched)
         lines.append(f"{names}: set by the mode (training or evaluation) unless a call passes them")
-    averaged = [
-        name
-        for name, leaf in extras.items()
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-        and name not in model.overwritten
-        and name not in counted
-        and name not in {rule.target for rule in model.step_rules.values()}
-    ]
-    if averaged:
-        lines.append(
-            f"{_some(averaged, 'arrays')} non-parameter state: each shard of the batch "
-            "updates them from its own rows, then the updates are averaged"
-        )
-    if counted:
-        lines.append(
-            f"{_some(sorted(counted), 'arrays')} counts in the non-parameter state: the "
-            "additions of all shards of the batch are summed"
-        )
+    lines += _describe_state(model, extras, counted, written)
     if model.step_rules:
         targets = sorted(rule.target for rule in model.step_rules.values())
         lines.append(
@@ -174,6 +159,37 @@ def describe_model(
         lines += kinds()
     lines += describe_eight_bits(trace.jaxpr, precision)
     return [*lines, *trace.attention]
+
+
+def _describe_state(
+    model: Model, extras: Mapping[str, Any], counted: Collection[str], written: Collection[str]
+) -> list[str]:
+    """Describes how the values that shards give non-parameter state are combined."""
+    lines = []
+    floating = [
+        name
+        for name, leaf in extras.items()
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        and name not in model.overwritten
+        and name not in counted
+        and name not in {rule.target for rule in model.step_rules.values()}
+    ]
+    if alike := [name for name in floating if name not in written]:
+        lines.append(
+            f"{_some(alike, 'arrays')} non-parameter state: new values do not depend on which rows "
+            "of the batch a shard has"
+        )
+    if averaged := [name for name in floating if name in written]:
+        lines.append(
+            f"{_some(averaged, 'arrays')} non-parameter state: each shard of the batch "
+            "updates them from its own rows, then the updates are averaged"
+        )
+    if counted:
+        lines.append(
+            f"{_some(sorted(counted), 'arrays')} counts in the non-parameter state: the "
+            "additions of all shards of the batch are summed"
+        )
+    return lines
 
 
 def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:

@@ -162,10 +162,10 @@ def train(
       loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
         rows of one microbatch on one device. A scalar must be the mean over these rows. For pairs,
         the sums are added and divided once by the total weight, which must not depend on
-        parameters. Any other loss, such as a plain `jnp.sum` or one that couples rows, depends on
-        the number of pieces. A mapping `{name: metric}` may follow either, with means or pairs
-        `(sum, weight)`: metrics are averaged in the same way and logged. None: the model's method
-        `loss(batch)`; for text, next-token cross-entropy of `model(tokens)`.
+        parameters. A plain sum over rows is refused where there are several pieces, on whose number
+        it would depend, as does a loss that couples rows. A mapping `{name: metric}` may follow,
+        with means or pairs `(sum, weight)`: metrics are averaged in the same way and logged. None:
+        the model's method `loss(batch)`; for text, next-token cross-entropy of `model(tokens)`.
       optimizer: any optax transformation, or an `OptimizerConfig`. None: `OptimizerConfig()`, which
         is AdamW with clipping and decay on matrices.
       precision: "bf16", "fp32" or a `Precision`. None: bf16, on CPU fp32.
@@ -373,9 +373,18 @@ def _with_text(
 
     Args:
       unit: the rows of the global batch must be a multiple of this.
+
+    Raises:
+      ValueError: the model has a head for a task, which needs labels.
     """
     data, validation = arguments.data, arguments.validation
     config = models.bound_attribute(arguments.model, "config")
+    if arguments.loss is None and (task := getattr(config, "task", None)) is not None:
+        what = "no batches were passed" if data is None else f"data={str(data)!r} is text"
+        raise ValueError(
+            f"{what}, but the model has a head for {task.kind}, which needs batches with tokens "
+            "and labels; pass them: zerojax.train(model, mesh_config, batches)"
+        )
     seq_len = arguments.seq_len or getattr(config, "max_seq_len", None) or 128
     # Rounded up, so that shards and microbatches divide the default evenly.
     size = arguments.global_batch_size or -(-DEFAULT_BATCH // unit) * unit
