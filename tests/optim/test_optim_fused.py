@@ -138,6 +138,16 @@ def test_learning_rates_and_decay_can_be_injected():
     check_close(updates, expected)
 
 
+def test_decay_can_be_injected_beside_groups():
+    groups = {"embed": {"weight_decay": 0.0}}
+    make = optax.inject_hyperparams(functools.partial(adamw, groups=groups))
+    plain = adamw(1e-2, b2=0.95, weight_decay=0.1, groups=groups)
+    params, injected = make_params(), make(learning_rate=1e-2, b2=0.95, weight_decay=0.1)
+    updates, _ = jax.jit(injected.update)(gradient(0), injected.init(params), params)
+    expected, _ = plain.update(gradient(0), plain.init(params), params)
+    check_close(updates, expected)
+
+
 GROUPS = {
     "^embed": {"learning_rate_factor": 0.1, "weight_decay": 0.0},
     "kernel$": {"weight_decay": 0.4},

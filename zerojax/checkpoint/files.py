@@ -226,8 +226,8 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
         yield draft
         # Before the rename: a finished folder is the user's, and a marked one may be removed.
         mark.unlink()
-        for name in os.listdir(draft):
-            to_disk(draft / name)
+        for path in draft.rglob("*"):
+            to_disk(path)
         to_disk(draft)
         if out.exists():
             out.rmdir()

@@ -291,11 +291,12 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
     save.hold_folder()  # another process may have locked the folder and saved in it
     folders.commit(save.partial, step)
     texts = []
-    expired = save.keep.expired(folders.list_steps(path))
-    if expired:
-        kept = {about["step"] for about in kept_steps(path).values()}
-        expired = tuple(old for old in expired if old not in kept)
-    for old in expired:
+    try:
+        expired = save.keep.expired(folders.list_steps(path))
+        kept = {about["step"] for about in kept_steps(path).values()} if expired else set()
+    except (CheckpointError, OSError) as error:
+        return [f"step {step} is saved, but no expired step is deleted: {error}"]
+    for old in [old for old in expired if old not in kept]:
         try:
             folders.remove(path, old)
         except OSError as error:

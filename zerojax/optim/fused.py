@@ -298,7 +298,10 @@ def _grouped_decay(
         if params is None:
             raise ValueError("groups need the parameters: call update(gradients, state, params)")
         own = _spread(params, {n: s.weight_decay for n, s in decay.settings(params).items()})
-        return jax.tree.map(lambda g, p, d: g + d * p if d else g, updates, params, own), state
+        return jax.tree.map(decayed, updates, params, own), state
+
+    def decayed(g: jax.Array, p: jax.Array, d: jax.Array | float) -> jax.Array:
+        return g if isinstance(d, int | float) and d == 0 else g + d * p  # d may be traced
 
     return optax.GradientTransformation(plain.init, add)
 

@@ -242,12 +242,14 @@ def _follow_branches(
         branches = [_follow(b.jaxpr, operands[1:], branch, reads) for b in params["branches"]]
         return [_NOTHING.union(*names) for names in zip(*branches, strict=True)]
     first, second = params["cond_nconsts"], params["body_nconsts"]
-    carry = operands[first + second :]
-    _follow(params["cond_jaxpr"].jaxpr, [*operands[:first], *carry], branch, reads)
-    outputs = _follow(
-        params["body_jaxpr"].jaxpr, [*operands[first : first + second], *carry], branch, reads
-    )
-    return [old | new for old, new in zip(carry, outputs, strict=True)]
+    consts, carry = operands[first : first + second], operands[first + second :]
+    while True:  # as in `_follow_scan`: an iteration may move a parameter to another place
+        _follow(params["cond_jaxpr"].jaxpr, [*operands[:first], *carry], branch, reads)
+        outputs = _follow(params["body_jaxpr"].jaxpr, [*consts, *carry], branch, reads)
+        joined = [old | new for old, new in zip(carry, outputs, strict=True)]
+        if joined == carry:
+            return joined
+        carry = joined
 
 
 def _slices_leading_dim(equation: Equation) -> bool:

@@ -161,6 +161,8 @@ def _top_ops(profile: StepProfile) -> str:
 
 def _flops(profile: StepProfile) -> str:
     counted = profile.counted_flops
+    if not counted:
+        return "FLOPs of one step by parameter: no matrix products"
     lines = [
         f"FLOPs of one step by parameter ({format_count(counted)} of products, on all devices)",
         f"  {'forward':>8} {'backward':>8} {'again':>8} {'share':>6}",

@@ -124,7 +124,8 @@ class _Rounds:
         result = self.round(self.run.candidates, options, "")
         try:
             # Only if nothing fits for certain is offload worth its transfers.
-            if result.chosen is None and result.certain and self.run.offload.is_off:
+            nothing_fits = result.chosen is None and result.certain and not result.interrupted
+            if nothing_fits and self.run.offload.is_off:
                 result, options = self.with_offload(result)
             for refine in (self.with_mixes, self.with_buckets):
                 if not result.interrupted:

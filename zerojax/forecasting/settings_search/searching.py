@@ -142,6 +142,7 @@ def search(
                 break
     except KeyboardInterrupt:
         state.why_ended = INTERRUPTED
+        state.is_complete = False  # the candidate in work is neither left nor judged
         # Candidates that were not considered must be in the result too.
         for candidate in left:
             state.leave(candidate)

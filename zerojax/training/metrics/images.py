@@ -1,6 +1,7 @@
 """Encodes images of a run as PNG, names their files, and shows them in the report of the run."""
 
 import base64
+import hashlib
 import re
 import struct
 import zlib
@@ -43,6 +44,8 @@ def image_file(name: str, step: int) -> str:
             "'samples'"
         )
     folder = re.sub(r"[^\w-]+", "_", name)
+    if folder != name:  # "a/b" and "a b" are two images
+        folder += "-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:6]
     return f"{FOLDER}/{folder}/{step}.png"
 
 
