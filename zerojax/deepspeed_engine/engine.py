@@ -254,9 +254,9 @@ class Engine(EngineQueries, AbsentMethods):
         Raises:
           ValueError: there is no state yet, or the state is in durable offload files.
         """
-        if self._runner is None or self.state is None:
+        if self._runner is None or self._runner.held_state is None:
             raise ValueError(f"{_NO_STATE}; change the mesh in the configuration instead")
-        if (disk := self.state.get("disk")) and disk.store.is_durable:
+        if (disk := self._runner.held_state.get("disk")) and disk.store.is_durable:
             raise ValueError(
                 "the state is in durable files (offload.durable), which are bound to one mesh; "
                 "call save_checkpoint, "
@@ -339,7 +339,7 @@ class Engine(EngineQueries, AbsentMethods):
         step = None
         if self._runner is not None:
             plan, step = self._runner.step_plan, self._runner.jitted_step
-        return explaining_memory(lambda: (plan, self.state, self.global_steps, step), self._run_dir)
+        return explaining_memory(lambda: (plan, self._held_state, self.global_steps, step), self._run_dir)
 
     @property
     def is_open(self) -> bool:
@@ -368,7 +368,7 @@ class Engine(EngineQueries, AbsentMethods):
                         self._runner.close_log()
         finally:
             self._guard.close()
-            end_state(self.state)
+            end_state(self._held_state)
             for held in self._holds:
                 held.release()
             if self._runner is not None:
@@ -430,7 +430,7 @@ class Engine(EngineQueries, AbsentMethods):
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(tag)
-        if self._runner is None or self.state is None:
+        if self._runner is None or self._runner.held_state is None:
             raise ValueError(
                 f"{_NO_STATE}; call save_checkpoint after that batch, or pass example_batch= to "
                 "initialize"
@@ -495,7 +495,7 @@ class Engine(EngineQueries, AbsentMethods):
         Args:
           weights: "trained", or "ema" for the averaged weights of optimizer=zerojax.with_ema.
         """
-        if self._runner is None or self.state is None:
+        if self._runner is None or self._runner.held_state is None:
             raise ValueError(_NO_STATE)
         return self._runner.to_model(weights=weights)
 

@@ -86,7 +86,8 @@ class Hiding:
 
     Attributes:
       rates: assumed transfer rates.
-      update_seconds: time of the update's transfers on the link and, at the same time, on the disk;
+      update_seconds: time of the update's transfers on the link and, at the same time, on the disk,
+        in which no pass runs;
         on the link alone if the disk's rate is unknown; 0 for an update in the backward pass.
       stream_seconds: time of weights, gradients and activations on the link, and of an update in
         the backward pass.
@@ -362,7 +363,8 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
     layout = plan.offload
     # In the backward pass a layer is updated while the next layers are computed.
     streaming = layout is not None and bool(
-        layout.updated_in_pass or (layout.update_in_backward and layout.paged)
+        (layout.updated_in_pass and not layout.in_forward)
+        or (layout.update_in_backward and layout.paged)
     )
     update = [part for part in moved if part.what == UPDATE and not streaming]
     beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
@@ -375,9 +377,11 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
     of_inputs = inputs * number
     touched, disk = in_update + in_pass + of_inputs, rates.disk or math.inf
     disk_seconds = None if rates.disk is None and touched else touched / disk
-    update_link = _seconds(rates, update)
     flops = peak * ATTAINED
     per_token = model_flops(plan) / tokens / plan.mesh.size / flops
+    in_forward = layout is not None and layout.in_forward
+    # Only the forward pass, a third of the FLOPs, hides an update that must be done before it ends.
+    update_link = max(_seconds(rates, update) - in_forward * per_token * tokens / 3, 0.0)
     left = per_token - max(_seconds(rates, growing), of_inputs / disk) / tokens
     update_seconds = max(update_link, in_update / disk)
     stream_seconds = max(_seconds(rates, [*beside, *growing]), (in_pass + of_inputs) / disk)

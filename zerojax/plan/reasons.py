@@ -415,7 +415,13 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
         f"{what}: {len(layout.leaves)} parameters, in slices of at most {largest:,} elements"
         + stay * bool(layout.kept)
     ]
-    if layout.delayed:
+    if layout.in_forward:
+        lines.append(
+            f"offload.update_in_forward: {len(layout.delayed)} parameters of layers are updated in "
+            "the forward pass of the next step, and all others before it; between steps the last "
+            "update waits for it, or for build_finish"
+        )
+    elif layout.delayed:
         beside = sum(bool(layout.beside_a_layer(name)) for name in layout.leaves)
         lines.append(
             f"offload.delayed_update: {len(layout.delayed)} parameters of layers, and slices of "
