@@ -339,7 +339,8 @@ class Engine(EngineQueries, AbsentMethods):
         step = None
         if self._runner is not None:
             plan, step = self._runner.step_plan, self._runner.jitted_step
-        return explaining_memory(lambda: (plan, self._held_state, self.global_steps, step), self._run_dir)
+        found = lambda: (plan, self._held_state, self.global_steps, step)  # noqa: E731
+        return explaining_memory(found, self._run_dir)
 
     @property
     def is_open(self) -> bool:
@@ -430,7 +431,7 @@ class Engine(EngineQueries, AbsentMethods):
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(tag)
-        if self._runner is None or self._runner.held_state is None:
+        if self._runner is None or self.state is None:
             raise ValueError(
                 f"{_NO_STATE}; call save_checkpoint after that batch, or pass example_batch= to "
                 "initialize"

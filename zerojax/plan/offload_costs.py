@@ -87,8 +87,8 @@ class Hiding:
     Attributes:
       rates: assumed transfer rates.
       update_seconds: time of the update's transfers on the link and, at the same time, on the disk,
-        in which no pass runs;
-        on the link alone if the disk's rate is unknown; 0 for an update in the backward pass.
+        in which no pass runs; on the link alone if the disk's rate is unknown; 0 for an update in
+        the backward pass.
       stream_seconds: time of weights, gradients and activations on the link, and of an update in
         the backward pass.
       disk_seconds: time of the disk alone, which all devices of a machine share; None if its rate

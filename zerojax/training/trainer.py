@@ -80,8 +80,7 @@ class Trainer(StepRunner):
     Attributes:
       plan: current plan; `reshard` replaces it.
       state: current train state, in which no update waits. It is donated to each step, so do not
-        keep references to its
-        arrays.
+        keep references to its arrays.
       num_steps: number of batches consumed.
       metrics: metrics of the last report, on the host.
       history: metrics of every report, oldest first.
