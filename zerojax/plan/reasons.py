@@ -434,16 +434,17 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
             "are copied to the device layer by layer"
         )
     outer = [leaf for name, leaf in layout.leaves.items() if name not in layout.by_layer]
-    if layout.updated_in_pass - layout.delayed and any(x.counts[HOST] for x in outer):
+    in_pass = layout.in_forward or layout.updated_in_pass - layout.delayed
+    if in_pass and any(x.counts[HOST] for x in outer):
         size, total = (
             sum(math.prod(leaf.shard_shape) for leaf in leaves)
             for leaves in (outer, layout.leaves.values())
         )
         share = math.ceil(1000 * size / total) / 1000
+        when = "before the forward" if layout.in_forward else "after the backward"
         lines.append(
             f"the optimizer state of {len(outer)} parameters outside of the layers "
-            f"({format_bytes(4 * size * len(layout.arrays))} per device) is updated after the "
-            f"backward pass; offload.opt_state={{device: {share:g}, host: {1 - share:g}}} keeps it "
-            "on the device"
+            f"({format_bytes(4 * size * len(layout.arrays))} per device) is updated {when} pass; "
+            f"offload.opt_state={{device: {share:g}, host: {1 - share:g}}} keeps it on the device"
         )
     return lines
