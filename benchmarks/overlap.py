@@ -25,6 +25,14 @@ TIERS: dict[str, tuple[dict[str, Any], float | None]] = {
     "activations host": ({"activations": "host"}, 1.05),
     "params host": ({"params": "host"}, 1.15),
     "opt_state host": ({"opt_state": "host"}, 1.35),
+    "opt_state host, in the forward pass": (
+        {"opt_state": "host", "update_in_forward": True},
+        1.35,
+    ),
+    "opt_state host, in the forward pass, 0.12 of it on the device": (
+        {"opt_state": {"device": 0.12, "host": 0.88}, "update_in_forward": True},
+        1.35,
+    ),
     "opt_state host, delayed": ({"opt_state": "host", "delayed_update": True}, 1.10),
     "update in the backward pass": (
         {"params": "host", "opt_state": "host", "update_in_backward": True},

@@ -49,6 +49,9 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "offload.delayed_update": {
         "offload": {"opt_state": "host", "delayed_update": True, "min_elements": 16}
     },
+    "offload.update_in_forward": {
+        "offload": {"opt_state": "host", "update_in_forward": True, "min_elements": 16}
+    },
     "offload.tile_bytes (zero=3)": {"mesh": {"zero": 3}, "offload": {"tile_bytes": 4096}},
     "wire.weights: int8": {"wire": {"weights": "int8"}},
     "wire.weights: delta_int8": {"wire": {"weights": "delta_int8"}},

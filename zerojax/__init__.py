@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from zerojax.plan.make import Plan, make_plan
     from zerojax.plan.rule_proposal import RuleProposal, propose_rules
     from zerojax.runtime.distributed import join_processes
-    from zerojax.step.build import build_evaluation, build_step
+    from zerojax.step.build import build_evaluation, build_finish, build_step
     from zerojax.step.initialization import init_state
     from zerojax.step.joint import Average, JointPlan, Objective, make_joint_plan
     from zerojax.step.reshard import from_portable_state, reshard_state, to_portable_state
@@ -112,6 +112,7 @@ __all__ = [
     "batch_mean",
     "batch_sum",
     "build_evaluation",
+    "build_finish",
     "build_step",
     "check",
     "expect",
@@ -186,6 +187,7 @@ _HOME_OF_NAME = {
     "batch_mean": "operators",
     "batch_sum": "operators",
     "build_evaluation": "step.build",
+    "build_finish": "step.build",
     "build_step": "step.build",
     "check": "equality",
     "expect": "forecasting.program_rules",

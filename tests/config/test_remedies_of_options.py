@@ -87,6 +87,16 @@ mesh.offload.delayed_update=true mesh.offload.params=host
   | delayed_update params host | device update_in_backward
   | mesh.offload.delayed_update=true mesh.offload.opt_state=host ;
     mesh.offload.update_in_backward=true mesh.offload.params=host
+mesh.offload.update_in_forward=true | update_in_forward opt_state device | opt_state host
+  | mesh.offload.update_in_forward=true mesh.offload.opt_state=host ; zero=1
+mesh.offload.update_in_forward=true mesh.offload.params=host
+  | update_in_forward params host | device update_in_backward
+  | mesh.offload.update_in_forward=true mesh.offload.opt_state=host ;
+    mesh.offload.update_in_backward=true mesh.offload.params=host
+mesh.offload.update_in_forward=true mesh.offload.delayed_update=true mesh.offload.opt_state=host
+  | update_in_forward delayed_update | leave
+  | mesh.offload.update_in_forward=true mesh.offload.opt_state=host ;
+    mesh.offload.delayed_update=true mesh.offload.opt_state=host
 mesh.offload.update_in_backward=true mesh.offload.params=nvme | update_in_backward | durable
   | mesh.offload.update_in_backward=true mesh.offload.params=nvme mesh.offload.durable=true
 'mesh.partition=[2, 0]' | partition 0 | "[3, 3, 2, 2]" | mesh.stage=4 'mesh.partition=$'
@@ -312,6 +322,7 @@ FIXED = {"deterministic": "mesh"}
 HOST = {"opt_state": "host", "params": "host"}
 STATE = {"offload": {"opt_state": "host"}}
 BACKWARD = {**HOST, "update_in_backward": True}
+FORWARD = {"opt_state": "host", "update_in_forward": True, "min_elements": 16}
 LATE = {"opt_state": "host", "delayed_update": True, "min_elements": 16}
 IN_FILES = {**BACKWARD, "opt_state": "nvme", "params": "nvme", "durable": True, "folder": "files"}
 BF16 = zerojax.Precision(param_dtype=jnp.bfloat16)
@@ -366,6 +377,15 @@ offloaded(**{**LATE, "min_elements": 10**6}) | delayed_update min_elements=1,000
   | offloaded(**LATE) ; offloaded(opt_state="host")
 offloaded(microbatches=2, **LATE) | delayed_update num_microbatches=2 | num_microbatches=1 leave
   | offloaded(**LATE) ; offloaded(microbatches=2, opt_state="host")
+text({"stage": 2, "offload": FORWARD}) | update_in_forward stage=2 | stage=1 leave
+  | text({"offload": FORWARD}) ; text({"stage": 2, **STATE})
+text({"context": 2, "offload": FORWARD}) | context=2 update_in_forward | context=1 leave
+  | text({"offload": FORWARD}) ; text({"context": 2, **STATE})
+line({"offload": FORWARD}) | update_in_forward | leave | line(STATE)
+offloaded(**{**FORWARD, "min_elements": 10**6}) | update_in_forward min_elements=1,000,000
+  | lower leave | offloaded(**FORWARD) ; offloaded(opt_state="host")
+offloaded(microbatches=2, **FORWARD) | update_in_forward num_microbatches=2
+  | num_microbatches=1 leave | offloaded(**FORWARD) ; offloaded(microbatches=2, opt_state="host")
 offloaded(microbatches=2, **BACKWARD) | update_in_backward num_microbatches=2
   | num_microbatches=1 | offloaded(optimizer=UNCLIPPED, **BACKWARD)
 offloaded(optimizer=zerojax.adamw(1e-3, clip_norm=1.0), **BACKWARD)

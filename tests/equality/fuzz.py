@@ -105,6 +105,7 @@ SETTINGS: dict[str, Setting] = {
     "parameters on the host": offload(params="host", opt_state="host"),
     "update in backward": offload(params="host", opt_state="host", update_in_backward=True),
     "delayed update": offload(True, opt_state="host", delayed_update=True),
+    "update in forward": offload(opt_state="host", update_in_forward=True),
     "activations on the host": offload(activations="host"),
     "state in files": offload(opt_state="nvme"),
     "layers in files": offload(opt_state="nvme", params="nvme"),

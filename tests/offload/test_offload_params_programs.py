@@ -39,11 +39,18 @@ class Case:
     microbatches: int = 1
     in_backward: bool = False
     delayed: bool = False
+    forward: bool = False
 
     @property
     def name(self) -> str:
         parts = [f"zero{self.zero}", f"{self.devices}gpus", f"m{self.microbatches}"]
-        return "-".join(parts + ["in_backward"] * self.in_backward + ["delayed"] * self.delayed)
+        ways = ("in_backward", "delayed", "forward")
+        return "-".join(parts + [way for way in ways if getattr(self, way)])
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights are on the device."""
+        return self.delayed or self.forward
 
     @property
     def updates(self) -> bool:
@@ -56,7 +63,7 @@ class Case:
 
         With an update in the backward pass buffers are packed otherwise from 16 layers on (4 MiB).
         """
-        if self.updates:
+        if self.updates or self.forward:
             return (16, 32)
         return (4, 16) if self.microbatches > 1 else (4, 8, 16)
 
@@ -77,10 +84,11 @@ def plan_of(case: Case, layers: int) -> Plan:
         persistence_threshold=1000,
         offload=OffloadConfig(
             opt_state="host",
-            params="device" if case.delayed else "host",
+            params="device" if case.keeps_weights else "host",
             activations="host",
             update_in_backward=case.in_backward,
             delayed_update=case.delayed,
+            update_in_forward=case.forward,
             min_elements=layers * WIDTH * WIDTH // case.devices,
             slice_elements=WIDTH * WIDTH // case.devices,
         ),
@@ -121,8 +129,10 @@ CASES = [
     Case(8, 3, in_backward=True),
     Case(1, 1, delayed=True),
     Case(8, 3, delayed=True),
+    Case(1, 1, forward=True),
+    Case(8, 3, forward=True),
 ]
-SLOW = [*CASES[1:3], CASES[4], CASES[6]]
+SLOW = [*CASES[1:3], CASES[4], CASES[6], CASES[8]]
 claim = Claims()
 
 
@@ -199,7 +209,8 @@ def nothing_on_the_host_is_copied(built):
         plan, memory = built.plans[layers], built.memory[layers]
         inputs = (layers - 1) * ROWS * SEQ * WIDTH * 2
         size = 4 if built.case.microbatches > 1 else 2
-        gradients = 0 if built.case.updates else size * matrices(plan)
+        keeps_none = built.case.updates or built.case.forward
+        gradients = 0 if keeps_none else size * matrices(plan)
         assert memory.host_temporary == pytest.approx(inputs + gradients, rel=0.01)
         assert memory.host_aliased == memory.host_arguments == memory.host_outputs
         # Query, key and value have stacks of one shape; so have their gradients.
@@ -218,7 +229,7 @@ def copies_in_loops_are_done_by_the_copy_engine(built):
         assert [copy.name for copy in inner if not copy.is_async] == []
 
 
-@claim(lambda case: not case.delayed)
+@claim(lambda case: not case.keeps_weights)
 def weights_are_on_their_way_beside_products(built):
     """In the loop backward, and on one device also forward; where a row is gathered before use, its
     copy ends where gathering begins, and in the forward loop of a small model that is soon."""
@@ -248,7 +259,14 @@ def no_copy_in_a_loop_is_beside_nothing(built):
     assert [copy.name for copy in found if not copy.overlap.matmuls] == []
 
 
-@claim(lambda case: not case.updates and case.devices == 1)
+@claim(lambda case: case.forward and case.devices == 1)
+def nearly_all_of_an_update_in_the_forward_pass_uses_both_directions(built):
+    found = built.in_loops(built.case.depths[-1])
+    size = lambda copies: sum(copy.bytes * copy.times for copy in copies)  # noqa: E731
+    assert size(copy for copy in found if copy.opposite_bytes) > 0.9 * size(found)
+
+
+@claim(lambda case: not case.updates and not case.forward and case.devices == 1)
 def the_update_is_copied_in_both_directions_at_once(built):
     found = [copy for copy in built.in_loops(built.case.depths[-1]) if not copy.overlap.matmuls]
     assert {copy.direction for copy in found} == {"to device", "to host"}

@@ -69,6 +69,13 @@ class OffloadConfig:
     the step before, updated with the gradients of the step before. Losses differ slightly from
     training without delay; clipping and loss scaling work. Needs opt_state: host, params: device
     and one microbatch. The device holds the gradients between steps."""
+    update_in_forward: bool = False
+    """Whether each layer is updated in the forward pass of the next step, just before it is used.
+    Losses and weights are those of the plain way, clipping and loss scaling included, and the
+    update hides behind the forward pass; but between steps the last update is waiting, and
+    `build_finish` completes it (`train` does so before anything reads the weights). Needs
+    opt_state: host, params: device and one microbatch. The device holds the gradients between
+    steps."""
     tile_bytes: int | None = None
     """Largest part of a layer's weight that a device gathers at once, in bytes of the compute
     dtype; with zero: 3, or with params: host or nvme. A larger weight of a loop over layers that
@@ -117,8 +124,15 @@ class OffloadConfig:
                 "with params: nvme goes back to the previous generation of the files if gradients "
                 "are clipped or not finite; set durable: true as well, which keeps it",
             )
-        if self.delayed_update:
-            self._check_delayed()
+        if self.delayed_update and self.update_in_forward:
+            refuse(
+                "update_in_forward",
+                True,
+                "updates with the gradients of a step before the next forward pass, and "
+                "delayed_update: true after it; leave one of the two out",
+            )
+        if self.late_key is not None:
+            self._check_late(self.late_key)
         if self.activations == NVME and self.params != NVME:
             refuse(
                 "activations",
@@ -132,18 +146,22 @@ class OffloadConfig:
                 "durable", True, "applies to files on a disk; set opt_state: nvme, or leave it out"
             )
 
-    def _check_delayed(self) -> None:
-        """Refuses settings with which an update cannot run beside the next backward pass."""
+    def _check_late(self, name: str) -> None:
+        """Refuses settings with which an update cannot run beside a pass of the next step.
+
+        Args:
+          name: the setting that asks for it.
+        """
         if self.params != DEVICE:
             refuse(
-                "delayed_update",
+                name,
                 True,
                 f"is for weights on the device, and params is {self.params}; set params: device, "
                 "or update_in_backward: true instead",
             )
         if HOST not in self.shares or NVME in self.shares:
             refuse(
-                "delayed_update",
+                name,
                 True,
                 f"is for optimizer state on the host, and opt_state is {self.opt_state!r}; set "
                 "opt_state: host, or leave it out",
@@ -151,7 +169,8 @@ class OffloadConfig:
 
     def _check_auto(self) -> None:
         """Refuses settings that `auto` chooses, or that need one of its choices."""
-        for name in ("opt_state", "params", "activations", "update_in_backward", "delayed_update"):
+        parts = "opt_state", "params", "activations"
+        for name in (*parts, "update_in_backward", "delayed_update", "update_in_forward"):
             value = getattr(self, name)
             if value not in (DEVICE, False, None):
                 refuse(
@@ -213,19 +232,26 @@ class OffloadConfig:
         return HOST in self.shares or HOST in (self.params, self.activations)
 
     @property
+    def late_key(self) -> str | None:
+        """The setting with which an update runs in the next step; None without one."""
+        names = "delayed_update", "update_in_forward"
+        return next((name for name in names if getattr(self, name)), None)
+
+    @property
     def by_layer(self) -> bool:
         """Whether the layers' weights are read, or updated, one layer at a time."""
-        return self.params != DEVICE or self.delayed_update
+        return self.params != DEVICE or self.late_key is not None
 
     @property
     def updates_in_pass(self) -> bool:
-        """Whether the program of the backward pass updates layers, in memory."""
-        return self.delayed_update or (self.update_in_backward and self.params == HOST)
+        """Whether the program of the forward or backward pass updates layers, in memory."""
+        in_backward = self.update_in_backward and self.params == HOST
+        return self.late_key is not None or in_backward
 
     @property
     def by_layer_key(self) -> str:
         """The setting that makes `by_layer` true, as messages name it."""
-        return "offload." + ("delayed_update" if self.delayed_update else f"params={self.params}")
+        return "offload." + (self.late_key or f"params={self.params}")
 
     @property
     def is_off(self) -> bool:

@@ -262,9 +262,9 @@ class Engine(EngineQueries, AbsentMethods):
         Raises:
           ValueError: there is no state yet, or the state is in durable offload files.
         """
-        if self._runner is None or self.state is None:
+        if self._runner is None or self._runner.held_state is None:
             raise ValueError(f"{_NO_STATE}; change the mesh in the configuration instead")
-        if (disk := self.state.get("disk")) and disk.store.is_durable:
+        if (disk := self._runner.held_state.get("disk")) and disk.store.is_durable:
             raise ValueError(
                 "the state is in durable files (offload.durable), which are bound to one mesh; "
                 "call save_checkpoint, "
@@ -357,7 +357,8 @@ class Engine(EngineQueries, AbsentMethods):
         step = None
         if self._runner is not None:
             plan, step = self._runner.step_plan, self._runner.jitted_step
-        return explaining_memory(lambda: (plan, self.state, self.global_steps, step), self._run_dir)
+        found = lambda: (plan, self._held_state, self.global_steps, step)  # noqa: E731
+        return explaining_memory(found, self._run_dir)
 
     @property
     def is_open(self) -> bool:
@@ -386,7 +387,7 @@ class Engine(EngineQueries, AbsentMethods):
                         self._runner.close_log()
         finally:
             self._guard.close()
-            end_state(self.state)
+            end_state(self._held_state)
             for held in self._holds:
                 held.release()
             if self._runner is not None:
@@ -513,7 +514,7 @@ class Engine(EngineQueries, AbsentMethods):
         Args:
           weights: "trained", or "ema" for the averaged weights of optimizer=zerojax.with_ema.
         """
-        if self._runner is None or self.state is None:
+        if self._runner is None or self._runner.held_state is None:
             raise ValueError(_NO_STATE)
         return self._runner.to_model(weights=weights)
 

@@ -158,8 +158,13 @@ class EngineQueries:
 
     @property
     def state(self) -> TrainState | None:
-        """Current train state; None before the first batch."""
+        """Current train state, in which no update waits; None before the first batch."""
         return None if self._runner is None else self._runner.state
+
+    @property
+    def _held_state(self) -> TrainState | None:
+        """The state as it is; an update may wait in it (`offload.update_in_forward`)."""
+        return None if self._runner is None else self._runner.held_state
 
     @property
     def global_steps(self) -> int:
@@ -199,7 +204,7 @@ class EngineQueries:
     def skipped_steps(self) -> int:
         """Number of steps skipped because their loss or gradients were not finite. Blocks until the
         last step is done."""
-        return 0 if self.state is None else int(self.state["skipped"])
+        return 0 if self._held_state is None else int(self._held_state["skipped"])
 
     @property
     def num_steps(self) -> int:

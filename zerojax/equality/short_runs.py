@@ -29,7 +29,7 @@ from zerojax.passes.update import stacks_of
 from zerojax.placement.device_mesh import make_mesh
 from zerojax.placement.state import step_key
 from zerojax.plan.make import Plan, make_plan
-from zerojax.step.build import build_step
+from zerojax.step.build import build_finish, build_step
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.annotated_model import annotated_as
@@ -196,7 +196,7 @@ def run_zerojax(
         name: [np.asarray(shard.data) for shard in value.addressable_shards]
         for name, value in state["extras"].items()
     }
-    after = _on_host(to_portable_state(plan, state)["params"])
+    after = _on_host(to_portable_state(plan, build_finish(plan)(state))["params"])
     return RunOutcome(np.array(losses), np.array(norms), after, extras)
 
 

@@ -367,10 +367,10 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
         why = "the input of each layer is stored in host memory"
         waiting = min(kept_inputs, _sum(sizes, ACTIVATIONS))
         yield Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)), 5)
-    if config.delayed_update:
+    if config.late_key is not None:
         why = "gradients no longer wait on the device between steps; the update is then not hidden"
         yield Remedy(
-            "mesh.offload.delayed_update=false",
+            f"mesh.offload.{config.late_key}=false",
             why,
             shard_bytes(plan.abstract_state.get("delayed")),
             5,

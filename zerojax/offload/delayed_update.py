@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -32,7 +31,7 @@ from zerojax.offload.streaming_update import (
     slices_of,
     with_slices,
 )
-from zerojax.optim import Optimizer
+from zerojax.offload.waiting import as_waiting, waiting_update
 from zerojax.optim.optimizer import BegunUpdate
 from zerojax.passes import (
     PassConfig,
@@ -43,7 +42,7 @@ from zerojax.passes import (
     specs_of,
     split_batch,
 )
-from zerojax.passes.update import ThisStep, clipped_scale
+from zerojax.passes.update import ThisStep
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import DATA_AXES, MANUAL_AXES, MODEL, PASS_AXES
 from zerojax.placement.slices import (
@@ -52,7 +51,6 @@ from zerojax.placement.slices import (
     take_slices,
     to_device,
     to_host,
-    without_moments,
 )
 from zerojax.placement.state import DELAYED, TrainState
 from zerojax.placement.state_layout import SlicedLeaf
@@ -62,13 +60,17 @@ Arrays = dict[str, Any]
 
 
 def build_delayed_gradients(
-    plan: Decisions, config: PassConfig
+    plan: Decisions, config: PassConfig, updates: type[DelayedUpdates]
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays, TrainState]]:
     """Builds the gradient function that also updates layers with the gradients of the step before;
     it is traced in a jitted step.
 
+    Args:
+      updates: class that updates the layers.
+
     Returns:
-      A function `(state, key_data, batch, loss_factor) -> (sums, grads, extras, state)`. `sums`,
+      A function `(state, key_data, batch, loss_factor, bare) -> (sums, grads, extras, state)`.
+      `bare` is the optimizer state without moments, as it is before the update. `sums`,
       `grads` and `extras` are those of `zerojax.offload.streaming.build_gradients`, with
       all gradients on the device. In the returned state weights, master weights and moments of
       the layers are new, and those slices of other parameters that are updated beside them. What
@@ -93,7 +95,7 @@ def build_delayed_gradients(
     ):
         example = one_of(split_batch(batch, 1))
         weights = StreamedPass(config, params, frozen, extras, key_data, example, train=True)
-        sink = DelayedUpdates(
+        sink = updates(
             plan=plan,
             rows=weights.rows,
             bare=bare,
@@ -113,7 +115,11 @@ def build_delayed_gradients(
         return sums, grads, agreed, totals["weights"], totals["slices"]
 
     def gradients(
-        state: TrainState, key_data: jax.Array, batch: Arrays, loss_factor: jax.Array | None
+        state: TrainState,
+        key_data: jax.Array,
+        batch: Arrays,
+        loss_factor: jax.Array | None,
+        bare: Any,
     ):
         params, frozen = state["params"], state["frozen"]
         slices = slices_of(state, leaves)
@@ -139,7 +145,7 @@ def build_delayed_gradients(
             frozen,
             state["extras"],
             slices,
-            without_moments(state["opt_state"]),
+            bare,
             state[DELAYED],
             key_data,
             batch,
@@ -159,21 +165,9 @@ def with_delay(
     Args:
       update: result of `zerojax.offload.sliced_update.build_offload_update`.
     """
-    assert isinstance(plan.tx, Optimizer)
-    tx = plan.tx
 
     def updated(grads: Arrays, state: TrainState, now: ThisStep) -> dict[str, Any]:
-        old, zero = state[DELAYED], jnp.float32(0)
-        key = jax.random.wrap_key_data(old["key"])
-        # The scale includes clipping already, so that the norm is not needed.
-        late = ThisStep(scale=old["scale"], norm=zero, skip=old["skip"], key=key, loss=zero)
-        new = {
-            "grads": grads,
-            "scale": clipped_scale(tx, now),
-            "skip": now.skip,
-            "key": jax.random.key_data(now.key),
-        }
-        return {**update(old["grads"], state, late), DELAYED: new}
+        return {**waiting_update(update, state), DELAYED: as_waiting(plan, grads, now)}
 
     return updated
 

@@ -83,6 +83,7 @@ def plan_offload(
         leaves=_share_out(sliced, config, mesh, layers),
         arrays=(*((MASTER,) if precision.has_masters else ()), *_moments(tx)),
         **{**where, place: layers},
+        in_forward=config.update_in_forward,
         activations=config.activations,
         update_in_backward=config.update_in_backward,
         kept=tuple(kept),
@@ -161,7 +162,7 @@ def _share_out(
     """Distributes the slices of all parameters over device, host and files so that the requested
     shares hold for their sum.
 
-    With an update in the backward pass the state of all layers is in one memory. A share of device
+    With an update in a pass the state of all layers is in one memory. A share of device
     memory is then for parameters outside of the layers.
 
     Raises:
@@ -182,12 +183,12 @@ def _share_out(
     size, total = (sum(trees.num_elements(x) for _, x in found) for found in (outer, sliced))
     share, most = shares[DEVICE], math.ceil(1000 * size / total) / 1000
     if share > most:
-        name = "delayed_update" if config.delayed_update else "update_in_backward"
+        name = config.late_key or "update_in_backward"
         outside = f"{{device: {most:g}, host: {1 - most:g}}}, " if size else ""
         raise ValueError(
             f"offload.opt_state={dict(shares)}: with {name} the optimizer state of all layers is "
             f"in the same memory, and {most:g} of the state is outside of them; use "
-            f"offload.opt_state: {outside}host" + ", or device" * (not config.delayed_update)
+            f"offload.opt_state: {outside}host" + ", or device" * (config.late_key is None)
         )
     here = min(1.0, share * total / size)
     found = {
@@ -354,7 +355,7 @@ def check_by_layer(settings: MeshConfig) -> None:
 def _by_layer(settings: MeshConfig) -> tuple[str, str]:
     """Returns (the setting because of which layers run one by one, the remedy to leave it out)."""
     asked = settings.offload.by_layer_key
-    if settings.offload.delayed_update:
+    if settings.offload.late_key is not None:
         return asked, f"leave {asked} out"
     return asked, "leave offload.params on the device"
 
@@ -375,7 +376,7 @@ def cut_into_layers(
     if not settings.offload.by_layer:
         return None
     asked, away = _by_layer(settings)
-    does = "updates" if settings.offload.delayed_update else "streams"
+    does = "streams" if settings.offload.late_key is None else "updates"
     params, extras, batch = arrays
     if model.overwritten:
         raise ValueError(
@@ -456,27 +457,29 @@ def check_update_in_backward(layout: OffloadLayout | None, num_microbatches: int
             )
 
 
-def check_delayed_update(
+def check_late_update(
     config: OffloadConfig, layout: OffloadLayout | None, num_microbatches: int
 ) -> None:
-    """Raises if a delayed update is requested but cannot run beside the backward pass of layers.
+    """Raises if an update in the next step is requested but cannot run beside a pass of layers.
 
     Raises:
       ValueError: the message states the conflicting setting and the remedy.
     """
-    if not config.delayed_update:
+    name = config.late_key
+    if name is None:
         return
-    what = "offload.delayed_update updates layers in the backward pass of the next step"
+    which = "forward" if config.update_in_forward else "backward"
+    what = f"offload.{name} updates layers in the {which} pass of the next step"
     if num_microbatches != 1:
         raise ValueError(
             f"{what}, and with num_microbatches={num_microbatches} there are several; use "
-            "num_microbatches=1, or leave delayed_update out: with that many tokens a step the "
+            f"num_microbatches=1, or leave {name} out: with that many tokens a step the "
             "update costs less"
         )
     if layout is None or not layout.delayed:
         raise ValueError(
             f"{what}, and no parameter of a layer has a shard of offload.min_elements="
-            f"{config.min_elements:,}; lower it, or leave delayed_update out"
+            f"{config.min_elements:,}; lower it, or leave {name} out"
         )
 
 

@@ -29,8 +29,12 @@ from zerojax.placement.state_layout import SlicedLeaf
 Arrays = dict[str, Any]
 
 
-def build_offload_update(plan: Decisions) -> Callable[..., dict[str, Any]]:
+def build_offload_update(plan: Decisions, *, whole: bool = False) -> Callable[..., dict[str, Any]]:
     """Builds the traced update of a state with offload.
+
+    Args:
+      plan: plan of the run.
+      whole: whether to update also the parameters of layers that a pass updates in a step.
 
     The update maps `(gradients, state, ThisStep)` to `{"params": ..., "opt_state": ..., "masters":
     ...}`. It leaves unchanged: optimizer-state slices in files, the part of `params` that is
@@ -44,7 +48,7 @@ def build_offload_update(plan: Decisions) -> Callable[..., dict[str, Any]]:
     fields = ("params", "opt_state", "masters")
     specs = {name: specs_of(plan.abstract_state[name]) for name in fields}  # type: ignore[literal-required]
 
-    done = layout.updated_in_pass
+    done = frozenset() if whole else layout.updated_in_pass
     given = {name: spec for name, spec in specs["params"].items() if name not in done}
 
     def local(grads: Arrays, old: dict[str, Any], *numbers: jax.Array) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def build_offload_update(plan: Decisions) -> Callable[..., dict[str, Any]]:
                 for moment, empty in zip(after, moments, strict=True):
                     moment[name] = empty
                 continue
-            before = layout.updated_beside(name)
+            before = 0 if whole else layout.updated_beside(name)
             update = LeafUpdate(begun, leaf, on_host=name in layout.streamed, before=before)
             master = old["masters"].get(name)
             if last is not None and name not in done:

@@ -27,12 +27,14 @@ from zerojax.offload.streaming_layers import (
     Inputs,
     LayerWork,
     Updates,
+    UpdatesInForward,
     floating,
     join,
     run_backward,
     run_delayed_backward,
     run_forward,
     run_updating_backward,
+    run_updating_forward,
 )
 from zerojax.offload.streaming_rows import (
     GradientSink,
@@ -397,7 +399,14 @@ class StreamedPass:
         else:
             pull_around, around = None, surround({})[1]
         work, inputs = self.work(*around, around=pull_around is not None), self.inputs()
-        outputs, layer_changes, last = run_forward(work, activations, inputs)
+        updated: Arrays = {}
+        if isinstance(sink, UpdatesInForward):
+            ran, after = run_updating_forward(work, activations, inputs, totals, sink)
+            updated, totals = sink.divide(after)
+            work = dataclasses.replace(work, load=functools.partial(sink.load_new, updated))
+        else:
+            ran = run_forward(work, activations, inputs)
+        outputs, layer_changes, last = ran
         head = self.ending(context, outputs, loss_factor)
         scaled, pull_head, (sums, head_changes) = jax.vjp(
             head, given["head"], floating(outputs), has_aux=True
@@ -410,11 +419,12 @@ class StreamedPass:
             of_head, gradients = lax.optimization_barrier((of_head, gradients))
         totals = sink.start(totals, sums)
         pulled = work, last, inputs, gradients, totals
-        if isinstance(sink, Updates):
+        if isinstance(sink, UpdatesInForward) or not isinstance(sink, Updates):
+            gradients, consts, others, totals = run_backward(*pulled, take=sink.take)
+        else:
             run = run_delayed_backward if sink.is_delayed else run_updating_backward
             gradients, consts, others, totals = run(*pulled, updates=sink)
-        else:
-            gradients, consts, others, totals = run_backward(*pulled, take=sink.take)
+        totals = {**totals, **updated}
         found = [of_head]
         if pull_around is not None:
             found += pull_around((consts, others))

@@ -21,6 +21,7 @@ from zerojax.config.tree_types import Tree
 from zerojax.placement.device_mesh import COMPILER_AXES
 from zerojax.placement.slices import put_slice, take_slice
 from zerojax.tracing.activation_offload import without_checkpoints
+from zerojax.tracing.flops import count_flops
 from zerojax.tracing.pauses import run_with_pauses
 
 Arrays = dict[str, Any]
@@ -207,6 +208,10 @@ def run_backward(
 
 NUM_GROUPS = 2
 """Turns in which the state of a layer is stored and loaded, each beside as many FLOPs."""
+FLOPS_BESIDE_A_BYTE = 9000.0
+"""FLOPs of a layer, for each byte of its state, from which it takes longer than half of the copies
+to the device and back: 600 TFLOP/s beside 43 GB/s each way (H100) are 7,000; the H200's link is
+faster."""
 
 
 def divide(sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
@@ -283,6 +288,25 @@ class Updates(Protocol):
         ...
 
 
+@runtime_checkable
+class UpdatesInForward(Updates, Protocol):
+    """Functions that update layers in host memory while the forward pass runs, with the gradients
+    of the step before, and that receive gradients in the backward pass."""
+
+    def divide(self, totals: Any) -> tuple[Arrays, Any]:
+        """Divides the totals after the forward pass into (what the update changed, totals of the
+        backward pass)."""
+        ...
+
+    def load_new(self, updated: Arrays, index: jax.Array | int) -> Arrays:
+        """Loads the new weights of a layer; `updated` is from `divide`."""
+        ...
+
+    def take(self, totals: Any, index: jax.Array | int, grads: Arrays) -> Any:
+        """Returns the totals of the backward pass with the gradients of one layer."""
+        ...
+
+
 def run_updating_backward(
     work: LayerWork,
     last_layer: LastLayer,
@@ -308,8 +332,8 @@ def run_updating_backward(
     def body(done: jax.Array, carry: Tree) -> Any:
         rows, activations, sums, totals, waiting, loaded = carry
         index = last - done
-        turns = _Turns(updates, totals, waiting, loaded, index + 1, load)
-        of_rows, sums = turns.run_beside(work, rows, index, activations, sums)
+        turns = _Turns(updates, totals, waiting, loaded, index + 1, load, index)
+        of_rows, sums = turns.differentiate(work, rows, index, activations, sums)
         totals, (loaded, shards) = turns.end()
         entering = inputs.load(kept, index - 1)
         sums = (_first_after(sums[0], (loaded, shards, entering, of_rows)), *sums[1:])
@@ -327,8 +351,8 @@ def run_updating_backward(
         rows, activations, sums, totals, waiting, loaded = lax.fori_loop(1, last, body, carry)
         # No layer is below the first one, so there are no weights to load.
         load_state = lambda *given: (updates.load_state(*given),)  # noqa: E731
-        turns = _Turns(updates, totals, waiting, loaded, 1, load_state)
-        of_rows, sums = turns.run_beside(work, rows, 0, activations, sums)
+        turns = _Turns(updates, totals, waiting, loaded, 1, load_state, 0)
+        of_rows, sums = turns.differentiate(work, rows, 0, activations, sums)
         totals, (loaded,) = turns.end()
     else:
         loaded = updates.load_state(totals, 0, every)
@@ -362,8 +386,8 @@ def run_delayed_backward(
         rows, activations, sums, totals, loaded = carry
         index = last - done
         totals, waiting = updates.waiting(totals, index)
-        turns = _Turns(updates, totals, waiting, loaded, index, load)
-        of_rows, sums = turns.run_beside(work, rows, index, activations, sums)
+        turns = _Turns(updates, totals, waiting, loaded, index, load, index - 1)
+        of_rows, sums = turns.differentiate(work, rows, index, activations, sums)
         totals, (loaded,) = turns.end()
         entering = inputs.load(kept, index - 1)
         sums = (_first_after(sums[0], (loaded, entering, of_rows)), *sums[1:])
@@ -383,6 +407,65 @@ def run_delayed_backward(
     return (*sums, updates.receive(totals, 0, of_rows)[0])
 
 
+def run_updating_forward(
+    work: LayerWork, activations: Several, inputs: Inputs, totals: Any, updates: Updates
+) -> tuple[tuple[Several, Arrays, LastLayer], Any]:
+    """Runs all layers, and updates each before it runs, with the gradients of the step before.
+
+    An iteration computes a layer, updates the next one and stores its state, and loads the state of
+    the one after it, in turns (`_Turns`). The first layer is updated before the loop.
+
+    Args:
+      work, activations, inputs: see `run_forward`; `work.load` is not called.
+      totals, updates: see `Updates`.
+
+    Returns:
+      (result of `run_forward`, totals with the new weights).
+    """
+    last, every = work.num_layers - 1, sum(updates.groups, ())
+
+    def load(totals: Any, index: jax.Array | int, names: Sequence[str]) -> tuple[Arrays]:
+        return (updates.load_state(totals, index, names),)
+
+    def new_rows(totals: Any, index: jax.Array | int) -> Arrays:
+        return updates.complete(updates.load(totals, index, every), index)
+
+    def one(index: jax.Array | int, carry: Any, *, loads: bool = True) -> Any:
+        activations, rows, kept, changes, totals, loaded = carry
+        kept = inputs.store(kept, activations, index)
+        totals, waiting = updates.waiting(totals, index + 1)
+        load_next = load if loads else lambda *_: ({},)
+        turns = _Turns(updates, totals, waiting, loaded, index + 1, load_next, index + 2)
+        activations, written = turns.compute(work, rows, index, activations)
+        totals, (loaded,) = turns.end()
+        floats = _first_after(floating(activations), loaded)
+        rows = new_rows(totals, index + 1)
+        changes = _put_rows(changes, written, index)
+        return tuple(join(floats, activations)), rows, kept, changes, totals, loaded
+
+    loaded = updates.load_state(totals, 0, every)
+    totals, waiting = updates.waiting(totals, 0)
+    first = updates.update(totals, waiting, loaded, 0, every)
+    if last:
+        loaded = updates.load_state(totals, 1, every)
+        first, loaded = lax.optimization_barrier((first, loaded))  # reads are before writes
+    totals = updates.store_state(totals, first, 0)
+    rows = new_rows(totals, 0)
+    _, written = jax.eval_shape(work.run, rows, jnp.int32(0), activations)
+    stack = lambda x: jnp.zeros((work.num_layers, *x.shape), x.dtype)  # noqa: E731
+    changes = jax.tree.map(stack, written)
+    carry = activations, rows, inputs.empty(max(last, 1), activations), changes, totals, loaded
+    if last:
+        # No slice has the number counter + 1: that is the loop's own sum, which waits for all
+        # copies that read the counter.
+        carry = lax.fori_loop(3, last + 2, lambda count, carry: one(count - 3, carry), carry)
+        carry = one(last - 1, carry, loads=False)
+    activations, rows, kept, changes, totals, _ = carry
+    outputs, written = work.run(rows, last, activations)
+    end = LastLayer(rows=rows, activations=activations, inputs=kept)
+    return (outputs, _put_rows(changes, written, last), end), totals
+
+
 class _Turns:
     """Updates and stores a layer, and loads what the next iteration needs, beside a layer's
     computation.
@@ -399,7 +482,8 @@ class _Turns:
       waiting: (gradients of the layer that is updated, whether to skip its update).
       loaded: its state.
       index: its number.
-      load: `(totals, index, names) -> dicts`; it is called for the layer below.
+      load: `(totals, index, names) -> dicts`.
+      following: number of the layer for which it is called.
     """
 
     def __init__(
@@ -410,12 +494,13 @@ class _Turns:
         loaded: Arrays,
         index: jax.Array | int,
         load: Callable[[Any, Any, Sequence[str]], tuple[Arrays, ...]],
+        following: jax.Array | int,
     ) -> None:
         self._updates, self._totals, self._loaded, self._index = updates, totals, loaded, index
-        (self._grads, self._skip), self._load = waiting, load
+        (self._grads, self._skip), self._load, self._following = waiting, load, following
         self._coming: dict[int, tuple[Arrays, ...]] = {}
 
-    def run_beside(
+    def differentiate(
         self,
         work: LayerWork,
         rows: Arrays,
@@ -424,17 +509,44 @@ class _Turns:
         sums: _Sums,
     ) -> tuple[Arrays, _Sums]:
         """Recomputes and differentiates a layer, with all turns; the result is that of `_pull`."""
-        turns = iter(range(1, NUM_GROUPS))
 
-        def differentiate(floats: list, sums: _Sums) -> tuple[Arrays, _Sums]:
-            entering = tuple(join(floats, activations))
+        def run(entering: Several, sums: _Sums) -> tuple[Arrays, _Sums]:
             return _pull(work.run_again(rows, index, entering, at_once=True), index, sums)
 
-        def pause(value: Tree, done: Sequence[Any]) -> Any:
+        return self._beside(run, activations, sums)
+
+    def compute(
+        self, work: LayerWork, rows: Arrays, index: jax.Array | int, activations: Several
+    ) -> tuple[Several, Arrays]:
+        """Computes a layer, with all turns; the result is that of `work.run`.
+
+        A layer that takes no longer than the first turn is not cut: work beside the second turn
+        would only delay its copies (compiled for an H100: 15.0 ms for 13.6).
+        """
+
+        def run(entering: Several) -> tuple[Several, Arrays]:
+            return without_checkpoints(work.run)(rows, index, entering)
+
+        state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._loaded))
+        if count_flops(run, activations) > FLOPS_BESIDE_A_BYTE * state:
+            return self._beside(run, activations)
+        result = run(tuple(join(_first_after(floating(activations), self._run(0)), activations)))
+        for turn in range(1, NUM_GROUPS):
+            self._run(turn, result[0])
+        return result
+
+    def _beside(self, run: Callable[..., Any], activations: Several, *more: Any) -> Any:
+        """Returns `run(activations, *more)`, with all turns."""
+        turns = iter(range(1, NUM_GROUPS))
+
+        def pause(value: Any, done: Sequence[Any]) -> Any:
             return _after(value, self._run(next(turns), [value, *done]))
 
+        def joined(floats: list, *more: Any) -> Any:
+            return run(tuple(join(floats, activations)), *more)
+
         floats = _first_after(floating(activations), self._run(0))
-        result = run_with_pauses(differentiate, (floats, sums), NUM_GROUPS - 1, pause)
+        result = run_with_pauses(joined, (floats, *more), NUM_GROUPS - 1, pause)
         for turn in turns:
             self._run(turn)
         return result
@@ -450,7 +562,7 @@ class _Turns:
             new, self._coming[turn] = lax.optimization_barrier((new, self._coming[turn]))
         self._totals = updates.store_state(self._totals, new, self._index)
         following = (turn + 1) % len(groups)
-        self._coming[following] = self._load(self._totals, self._index - 1, groups[following])
+        self._coming[following] = self._load(self._totals, self._following, groups[following])
         return new
 
     def end(self) -> tuple[Any, tuple[Arrays, ...]]:

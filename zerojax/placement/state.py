@@ -39,8 +39,8 @@ COPIES = "copies"
 """Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in a state and in the
 names of a checkpoint."""
 DELAYED = "delayed"
-"""Key of the gradients that wait for their update (`offload.delayed_update`) in a state and in the
-names of a checkpoint."""
+"""Key of the gradients that wait for their update (`offload.delayed_update` and
+`update_in_forward`) in a state, and with `delayed_update` in the names of a checkpoint."""
 MESH_PARTS = (ONE_BIT, COPIES)
 """Parts that depend on the mesh, so that they begin anew on another one."""
 OPTIONAL_PARTS = (*MESH_PARTS, DELAYED)
@@ -75,9 +75,10 @@ class TrainState(TypedDict):
       copies: only if weights are sent as codes of their difference: {key: {name: weight in the
         compute dtype}}, unsharded on every device, which are the weights that the last step read. A
         skipped step updates them, too, although it changes no master weight.
-      delayed: only with `offload.delayed_update`: "grads" {name: gradient of the last step}, placed
-        like the parameter, and of the same step "scale" (float32 [], their factor, clipping
-        included), "skip" (bool [], whether they are not used) and "key" (its key data).
+      delayed: only with `offload.delayed_update` or `update_in_forward`: "grads" {name: gradient of
+        the last step}, placed like the parameter, and of the same step "scale" (float32 [], their
+        factor, clipping included), "skip" (bool [], whether they are not used) and "key" (its key
+        data).
     """
 
     step: Any

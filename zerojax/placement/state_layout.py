@@ -103,8 +103,10 @@ class OffloadLayout:
       streamed: names of the parameters whose weights are in host memory and are read layer by
         layer.
       paged: names of the parameters whose weights are in files and are read layer by layer.
-      delayed: names of the parameters of layers that the backward pass updates with the gradients
-        of the step before; their weights are on the device.
+      delayed: names of the parameters of layers that a pass updates with the gradients of the step
+        before; their weights are on the device.
+      in_forward: whether that pass is the forward pass, which uses the new weights, and not the
+        backward pass.
       activations: memory in which the input of each layer is stored until the backward pass.
       update_in_backward: whether layers are updated as soon as their gradients are computed.
       kept: (name, reason) of every parameter that stays on the device while others are offloaded.
@@ -115,6 +117,7 @@ class OffloadLayout:
     streamed: frozenset[str]
     paged: frozenset[str]
     delayed: frozenset[str] = frozenset()
+    in_forward: bool = False
     activations: str
     update_in_backward: bool
     kept: tuple[tuple[str, str], ...]
@@ -131,19 +134,19 @@ class OffloadLayout:
 
     @property
     def updated_in_pass(self) -> frozenset[str]:
-        """Names of the parameters of layers that the program of the backward pass updates."""
+        """Names of the parameters of layers that the program of a pass updates."""
         return self.delayed | (self.streamed if self.update_in_backward else frozenset())
 
     def updated_beside(self, name: str) -> int:
         """Returns the number of slices of a parameter outside of the layers that the backward pass
         of the layers updates."""
-        layers = self.leaves[min(self.delayed)].shard_shape[0] if self.delayed else 0
-        return layers * self.beside_a_layer(name)
+        count = self.beside_a_layer(name)
+        return count * self.leaves[min(self.delayed)].shard_shape[0] if count else 0
 
     def beside_a_layer(self, name: str) -> int:
         """Returns the number of slices of a parameter outside of the layers that are updated beside
-        each layer; 0 unless the update is delayed."""
-        if not self.delayed or name in self.delayed:
+        each layer in the backward pass; 0 unless the update is delayed until then."""
+        if not self.delayed or self.in_forward or name in self.delayed:
             return 0
         return self.leaves[name].counts[HOST] // self.leaves[min(self.delayed)].shard_shape[0]
 

@@ -44,7 +44,7 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
             f"{asked} with stage={mesh.shape[STAGE]}: attention between devices inside the ticks "
             f"of a pipeline is not supported; use stage=1, or context=1"
         )
-    for name in ("update_in_backward", "delayed_update"):
+    for name in ("update_in_backward", "delayed_update", "update_in_forward"):
         if getattr(settings.offload, name):
             raise ValueError(
                 f"{asked} together with offload.{name} is not supported; leave {name} out, or use "

@@ -100,7 +100,7 @@ def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tupl
         if size > 1 and (axis not in DATA_AXES or axis == EXPERT):
             yield f"cannot be combined with {axis}={size}, which splits layers", f"use {axis}=1"
     if settings.offload.updates_in_pass:
-        name = "delayed_update" if settings.offload.delayed_update else "update_in_backward"
+        name = settings.offload.late_key or "update_in_backward"
         yield (
             f"gathers weights again in the backward pass, which is not tested with {name}",
             f"leave {name} out",

@@ -168,7 +168,7 @@ def choose_batch_weight(
     found, why = find_batch_weight(trace, len(names)), ""
     if found is None:
         why = "the weight is random, or depends on the model or on the whole batch"
-    elif settings.offload.updates_in_pass and not settings.offload.delayed_update:
+    elif settings.offload.updates_in_pass and settings.offload.late_key is None:
         why = "offload.update_in_backward updates layers during the backward pass"
     elif settings.deterministic is not None and found.needs_batch:
         why = "deterministic='mesh' sums weights in its own order"

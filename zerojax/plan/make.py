@@ -41,7 +41,7 @@ from zerojax.hardware import compile_client
 from zerojax.models.losses import split_result
 from zerojax.offload.layer_draws import describe_draws
 from zerojax.offload.offload_tiers import (
-    check_delayed_update,
+    check_late_update,
     check_update_in_backward,
     find_stacked,
     plan_offload,
@@ -473,7 +473,7 @@ def _plan_offload(
     layout = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
     if settings.offload.params != NVME:
         check_update_in_backward(layout, task.num_microbatches)
-    check_delayed_update(settings.offload, layout, task.num_microbatches)
+    check_late_update(settings.offload, layout, task.num_microbatches)
     return layout
 
 
@@ -499,10 +499,11 @@ def _forms(
     if offload is not None:
         users_layout = row_layout(offload, names)
         portable = portable_on_host(portable, users_layout)
-        if task.settings.offload.delayed_update:
+        if offload.delayed:
             dtypes = task.precision, task.mesh
             stored = with_delayed(stored, offload.leaves, placement, *dtypes)
-            portable = with_delayed(portable, users_layout.leaves, users, *dtypes)
+            if not offload.in_forward:  # a portable state has no update that waits
+                portable = with_delayed(portable, users_layout.leaves, users, *dtypes)
     return stored, portable
 
 

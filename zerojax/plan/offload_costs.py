@@ -86,8 +86,9 @@ class Hiding:
 
     Attributes:
       rates: assumed transfer rates.
-      update_seconds: time of the update's transfers on the link and, at the same time, on the disk;
-        on the link alone if the disk's rate is unknown; 0 for an update in the backward pass.
+      update_seconds: time of the update's transfers on the link and, at the same time, on the disk,
+        in which no pass runs; on the link alone if the disk's rate is unknown; 0 for an update in
+        the backward pass.
       stream_seconds: time of weights, gradients and activations on the link, and of an update in
         the backward pass.
       disk_seconds: time of the disk alone, which all devices of a machine share; None if its rate
@@ -97,6 +98,9 @@ class Hiding:
         backward pass makes a step at most 10 % longer than products do; None as in `tokens`.
       disk_after: time of the disk in an update after the backward pass; 0 if its rate is unknown.
       link_after: time of the link in such an update.
+      in_forward: whether the update is in the next forward pass, which hides a part of it.
+      may_be_in_forward: whether the update is after the backward pass, from host memory, so that
+        `offload.update_in_forward` could hide a part of it.
       flops: assumed FLOPs per second of one device's products.
       tokens: number of tokens per step of the whole mesh with which products take as long as all
         transfers. None if no number is enough, because activations take longer than products, or if
@@ -113,6 +117,8 @@ class Hiding:
     disk_in_pass: float = 0.0
     disk_after: float = 0.0
     link_after: float = 0.0
+    in_forward: bool = False
+    may_be_in_forward: bool = False
 
 
 def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
@@ -362,7 +368,8 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
     layout = plan.offload
     # In the backward pass a layer is updated while the next layers are computed.
     streaming = layout is not None and bool(
-        layout.updated_in_pass or (layout.update_in_backward and layout.paged)
+        (layout.updated_in_pass and not layout.in_forward)
+        or (layout.update_in_backward and layout.paged)
     )
     update = [part for part in moved if part.what == UPDATE and not streaming]
     beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
@@ -375,13 +382,19 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
     of_inputs = inputs * number
     touched, disk = in_update + in_pass + of_inputs, rates.disk or math.inf
     disk_seconds = None if rates.disk is None and touched else touched / disk
-    update_link = _seconds(rates, update)
     flops = peak * ATTAINED
     per_token = model_flops(plan) / tokens / plan.mesh.size / flops
+    in_forward = layout is not None and layout.in_forward
+    # Only the forward pass, a third of the FLOPs, hides an update that must be done before it ends.
+    hides = in_forward / 3
+    whole = _seconds(rates, update)
+    update_link = max(whole - hides * per_token * tokens, 0.0)
     left = per_token - max(_seconds(rates, growing), of_inputs / disk) / tokens
     update_seconds = max(update_link, in_update / disk)
     stream_seconds = max(_seconds(rates, [*beside, *growing]), (in_pass + of_inputs) / disk)
     fixed = update_seconds + max(_seconds(rates, beside), in_pass / disk)
+    if in_forward:  # the whole update has to hide behind a third of the products
+        fixed = whole / hides
     known = disk_seconds is not None and left > 0
     return Hiding(
         rates=rates,
@@ -390,11 +403,21 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
         disk_seconds=disk_seconds,
         flops=flops,
         tokens=fixed / left if known else None,
-        tokens_for_update=update_seconds / (0.1 * left) if known else None,
+        tokens_for_update=max(whole, in_update / disk) / ((0.1 + hides) * left) if known else None,
         disk_in_pass=(in_pass + of_inputs) / disk,
         disk_after=in_update / disk,
         link_after=update_link,
+        in_forward=in_forward,
+        may_be_in_forward=bool(update) and plan.num_microbatches == 1 and _is_plain(plan),
     )
+
+
+def _is_plain(plan: Decisions) -> bool:
+    """Returns whether optimizer state is in host memory, not in files, weights are on the device,
+    and all updates run after the backward pass."""
+    config = plan.settings.offload
+    in_memory = HOST in config.shares and not config.on_disk
+    return in_memory and config.params == DEVICE and config.late_key is None
 
 
 def _touched(plan: Decisions, num_devices: int) -> tuple[int, int]:

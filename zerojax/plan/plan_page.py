@@ -276,7 +276,8 @@ def hiding_lines(found: Hiding, tokens: int | None) -> list[str]:
     lines = _wrap(sentence)
     seconds = []
     if found.update_seconds:
-        seconds.append(f"{_seconds(found.update_seconds)} for the update, after the backward pass")
+        where = "longer than the forward pass" if found.in_forward else "after the backward pass"
+        seconds.append(f"{_seconds(found.update_seconds)} for the update, {where}")
     if found.stream_seconds:
         seconds.append(f"{_seconds(found.stream_seconds)} beside forward and backward")
     lines += _wrap(f"at best {', '.join(seconds)}")
@@ -303,6 +304,8 @@ def hiding_lines(found: Hiding, tokens: int | None) -> list[str]:
         lines += _wrap(
             "the update makes a step at most 10 % longer from "
             f"{trees.format_count(found.tokens_for_update)} tokens per step on"
+            + "; offload.update_in_forward: true hides a part of it"
+            * found.may_be_in_forward
         )
     return lines
 

@@ -433,7 +433,13 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
         f"{what}: {len(layout.leaves)} parameters, in slices of at most {largest:,} elements"
         + stay * bool(layout.kept)
     ]
-    if layout.delayed:
+    if layout.in_forward:
+        lines.append(
+            f"offload.update_in_forward: {len(layout.delayed)} parameters of layers are updated in "
+            "the forward pass of the next step, and all others before it; between steps the last "
+            "update waits for it, or for build_finish"
+        )
+    elif layout.delayed:
         beside = sum(bool(layout.beside_a_layer(name)) for name in layout.leaves)
         lines.append(
             f"offload.delayed_update: {len(layout.delayed)} parameters of layers, and slices of "
@@ -446,16 +452,17 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
             "are copied to the device layer by layer"
         )
     outer = [leaf for name, leaf in layout.leaves.items() if name not in layout.by_layer]
-    if layout.updated_in_pass - layout.delayed and any(x.counts[HOST] for x in outer):
+    in_pass = layout.in_forward or layout.updated_in_pass - layout.delayed
+    if in_pass and any(x.counts[HOST] for x in outer):
         size, total = (
             sum(math.prod(leaf.shard_shape) for leaf in leaves)
             for leaves in (outer, layout.leaves.values())
         )
         share = math.ceil(1000 * size / total) / 1000
+        when = "before the forward" if layout.in_forward else "after the backward"
         lines.append(
             f"the optimizer state of {len(outer)} parameters outside of the layers "
-            f"({format_bytes(4 * size * len(layout.arrays))} per device) is updated after the "
-            f"backward pass; offload.opt_state={{device: {share:g}, host: {1 - share:g}}} keeps it "
-            "on the device"
+            f"({format_bytes(4 * size * len(layout.arrays))} per device) is updated {when} pass; "
+            f"offload.opt_state={{device: {share:g}, host: {1 - share:g}}} keeps it on the device"
         )
     return lines

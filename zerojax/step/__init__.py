@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.step.build import build_evaluation, build_step
+    from zerojax.step.build import build_evaluation, build_finish, build_step
     from zerojax.step.initialization import init_state
     from zerojax.step.joint import Average, JointPlan, Objective, make_joint_plan
     from zerojax.step.reshard import from_portable_state, reshard_state, to_portable_state
@@ -19,6 +19,7 @@ __all__ = [
     "JointPlan",
     "Objective",
     "build_evaluation",
+    "build_finish",
     "build_step",
     "from_portable_state",
     "init_state",
@@ -32,6 +33,7 @@ _HOME_OF_NAME = {
     "JointPlan": "joint",
     "Objective": "joint",
     "build_evaluation": "build",
+    "build_finish": "build",
     "build_step": "build",
     "from_portable_state": "reshard",
     "init_state": "initialization",

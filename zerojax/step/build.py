@@ -34,19 +34,26 @@ from zerojax.models.adapt import bound_attribute
 from zerojax.models.losses import own_means
 from zerojax.models.step_count import after_step
 from zerojax.offload import streaming
-from zerojax.offload.delayed_update import build_delayed_gradients, with_delay
+from zerojax.offload.delayed_update import (
+    DelayedUpdates,
+    build_delayed_gradients,
+    with_delay,
+)
 from zerojax.offload.disk_durable import write_rest
 from zerojax.offload.disk_step import DiskStep, pending_of, pending_shardings
+from zerojax.offload.forward_update import build_forward_gradients, leave_gradients
 from zerojax.offload.paged_layers import LayerPrograms, build_paged_gradients
 from zerojax.offload.paged_step import PagedEvaluation, PagedStep
 from zerojax.offload.sliced_update import build_offload_update
 from zerojax.offload.streaming_update import build_updating_gradients
+from zerojax.offload.waiting import check_nothing_waits, finished
 from zerojax.operators.attention_choice import attention_measured
 from zerojax.optim import loss_scale, one_bit_of
 from zerojax.passes.layer_norms import build_changes, layer_stacks
 from zerojax.passes.update import GradientNorm, ThisStep, build_norm, build_update
 from zerojax.pipeline import pipeline_passes
 from zerojax.placement.optional_parts import copies_key
+from zerojax.placement.slices import without_moments
 from zerojax.placement.state import OPTIONAL_PARTS, TrainState, feature_parts, step_key
 from zerojax.placement.user_shardings import on_mesh_of_plan, under_own_mesh
 from zerojax.plan.make import Plan, require_plan
@@ -402,9 +409,61 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
 
     options = None if config.fixed_pieces is None else dict(plan.program.options)
     replicated = NamedSharding(plan.mesh, P())
-    return LiveStateOnly(
-        plan.mesh, jax.jit(evaluate, out_shardings=replicated, compiler_options=options)
+    jitted = jax.jit(evaluate, out_shardings=replicated, compiler_options=options)
+    return LiveStateOnly(plan.mesh, NewWeightsOnly(plan, jitted) if is_late(plan) else jitted)
+
+
+class NewWeightsOnly:
+    """Wraps a compiled evaluation: raises ValueError for a state whose last update waits.
+
+    Attributes:
+      trace, lower: methods of the evaluation.
+    """
+
+    def __init__(self, plan: Plan, compiled: Any) -> None:
+        self._plan, self._compiled = plan, compiled
+        self.trace, self.lower = compiled.trace, compiled.lower
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        check_nothing_waits(self._plan, state, "an evaluation")
+        return self._compiled(state, batch)
+
+
+def is_late(plan: Plan) -> bool:
+    """Returns whether the state between steps lacks the last update
+    (`offload.update_in_forward`)."""
+    return plan.offload is not None and plan.offload.in_forward
+
+
+@names_keywords()
+@on_mesh_of_plan
+def build_finish(plan: Plan) -> Callable[[TrainState], TrainState]:
+    """Builds the function that completes the last update of a state, jitted once.
+
+    With `offload.update_in_forward` a state between steps has the weights before the update of its
+    last step. Finish it before anything reads weights or moments: an evaluation, a checkpoint, an
+    export, the end of training. Steps may follow: weights are the same with and without it. `train`
+    does so by itself.
+
+    Returns:
+      `finish(state) -> state`. `state` is donated: use only the returned state. With any other plan
+      it returns its argument.
+
+    Raises:
+      TypeError: `plan` is not a plan.
+    """
+    require_plan(plan, "build_finish")
+    if not is_late(plan):
+        return lambda state: state
+    update = build_offload_update(plan, whole=True)
+    jitted = jax.jit(
+        lambda state, _: finished(update, state),
+        donate_argnums=0,
+        out_shardings=plan.state_shardings,
+        compiler_options=dict(plan.program.options) or None,
     )
+    live = LiveStateOnly(plan.mesh, jitted)
+    return lambda state: live(state, None)
 
 
 def _updates_in_backward(plan: Plan) -> bool:
@@ -436,7 +495,14 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
 
         return ending
     if plan.offload is not None and plan.offload.delayed:
-        return build_delayed_gradients(plan, config)
+        if plan.offload.in_forward:
+            return build_forward_gradients(plan, config)
+        late = build_delayed_gradients(plan, config, DelayedUpdates)
+
+        def delayed(state: TrainState, *given: Any) -> tuple[Any, ...]:
+            return late(state, *given, without_moments(state["opt_state"]))
+
+        return delayed
     if _updates_in_backward(plan):
         updating = build_updating_gradients(plan, config)
         return lambda state, key_data, batch, _: updating(state, key_data, batch)
@@ -477,6 +543,8 @@ def drawn(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
 def _build_update(plan: Plan) -> Any:
     """Builds the traced update, `(gradients, state, ThisStep) -> changed parts of the state`."""
     if plan.offload is not None and plan.offload.leaves:
+        if plan.offload.in_forward:
+            return leave_gradients(plan)
         update = build_offload_update(plan)
         return with_delay(plan, update) if plan.offload.delayed else update
     is_free = plan.settings.fixed_pieces is None

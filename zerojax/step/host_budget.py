@@ -132,7 +132,8 @@ def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | 
     """
     config, layout = plan.settings.offload, plan.offload
     assert layout is not None
-    if config.update_in_backward or config.delayed_update:  # need the layers' slices in one tier
+    # These need the layers' slices in one tier.
+    if config.update_in_backward or config.late_key is not None:
         return None
     near, now = config.shares.get(DEVICE, 0.0), config.shares.get(HOST, 0.0)
     rest = needed - _of_state(plan, layout)

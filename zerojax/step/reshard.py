@@ -27,6 +27,7 @@ from zerojax.offload.sliced_state import (
     join_params,
     join_state,
 )
+from zerojax.offload.waiting import check_nothing_waits
 from zerojax.optim import StateCoding, Weights, coding_of, ema_of, is_average
 from zerojax.placement.layer_stacks import StackRows, group_rows, ungroup_rows
 from zerojax.placement.optional_parts import no_gradients
@@ -73,12 +74,18 @@ def to_portable_state(
         `offload.disk_saving`).
       rows_on_host: whether to put the separated layers of stacks into host memory, as in
         `portable_to_read`. Then the device never holds more than one stack twice.
+
+    Raises:
+      ValueError: an update waits in the state (`zerojax.build_finish`).
     """
     _check_key(plan, state)
+    check_nothing_waits(plan, state, "to_portable_state")
     if plan.offload is None:
         stored, kept = _apart(state)
     else:
         stored, kept = join_state(plan, state, joined=joined), None
+        if DELAYED not in plan.abstract_portable:
+            stored.pop(DELAYED, None)
     decoded = _recoded(plan, stored, decode=True)
     abstract = portable_to_read(plan) if rows_on_host else plan.abstract_portable
     wanted = _grouped(plan, _apart(abstract)[0])
@@ -164,8 +171,10 @@ def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") 
         as "params".
 
     Raises:
-      ValueError: `weights` is "ema", but the state has no average.
+      ValueError: `weights` is "ema", but the state has no average; or an update waits in the state
+        (`zerojax.build_finish`).
     """
+    check_nothing_waits(plan, state, "reading the weights of a state")
     abstract: dict[str, Any] = {**plan.abstract_portable}
     if is_average(weights, state.get("opt_state")):
         params = ema_of(state["opt_state"]) if plan.offload is None else join_average(plan, state)
@@ -208,8 +217,10 @@ def with_weights(plan: Plan, state: TrainState, weights: Weights) -> TrainState:
       weights: "trained" for the parameters, "ema" for the average of the weights.
 
     Raises:
-      ValueError: `weights` is "ema", but the state has no average.
+      ValueError: `weights` is "ema", but the state has no average; or an update waits in the state
+        (`zerojax.build_finish`).
     """
+    check_nothing_waits(plan, state, "an evaluation")
     if not is_average(weights, state.get("opt_state")):
         return state
     changed = state.copy()
@@ -256,7 +267,8 @@ def from_portable_state(
         killed before its next step can continue.
     """
     stored, kept = _apart(plan.abstract_stored)
-    begins = DELAYED in stored and not _are_arrays(portable.get(DELAYED, 0))
+    waiting = portable.get(DELAYED, 0) if DELAYED in plan.abstract_portable else 0
+    begins = DELAYED in stored and not _are_arrays(waiting)
     if begins:  # no gradients wait
         del stored[DELAYED]
     if DELAYED not in stored:
@@ -410,7 +422,11 @@ def reshard_state(
     portable, kept = _apart(to_portable_state(old, state))
     if disk := state.get("disk"):
         disk.close()
-    moved = convert(portable, _apart(new.abstract_portable)[0])
+    wanted = _apart(new.abstract_portable)[0]
+    if (DELAYED in portable) != (DELAYED in wanted):  # gradients that wait are dropped
+        for form in (portable, wanted):
+            form.pop(DELAYED, None)
+    moved = convert(portable, wanted)
     return from_portable_state(new, _joined(moved, kept), data_state=data_state)
 
 

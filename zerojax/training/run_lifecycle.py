@@ -146,7 +146,7 @@ def fit(run: Run, until: int | None = None) -> Trainer:
             if checkpointer is not None and (failure := _close_after(checkpointer)):
                 error.add_note(f"Also: {failure}")
             if trainer is not None:  # after the save in progress, which may read the state's files
-                end_state(trainer.state)
+                end_state(trainer.held_state)
             raise
     return trainer
 
@@ -159,7 +159,7 @@ def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any
     """
     if trainer is None:
         return plan, None, 0, None
-    return trainer.step_plan, trainer.state, trainer.num_steps, trainer.jitted_step
+    return trainer.step_plan, trainer.held_state, trainer.num_steps, trainer.jitted_step
 
 
 def _close_after(checkpointer: Checkpointer) -> str | None:

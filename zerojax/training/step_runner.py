@@ -21,7 +21,7 @@ from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.watchdog import Watchdog
-from zerojax.step.build import build_evaluation
+from zerojax.step.build import build_evaluation, build_finish
 from zerojax.step.host_budget import check_offload
 from zerojax.step.reshard import reshard_state
 from zerojax.step.trained_model import model_of
@@ -56,8 +56,10 @@ class StepRunner:
 
     Attributes:
       plan: current plan; `reshard` replaces it.
-      state: current train state. It is donated to each step, so do not keep references to its
+      state: current train state, with all its updates: reading it completes one that waits
+        (`offload.update_in_forward`). It is donated to each step, so do not keep references to its
         arrays.
+      held_state: the same without completing an update; its counters are right at any time.
       num_steps: number of batches consumed.
       metrics: metrics of the last report, on the host.
       history: metrics of every report, oldest first.
@@ -71,7 +73,8 @@ class StepRunner:
         self, plan: Plan, spec: RunSpec | None = None, *, watchdog: Watchdog | None = None
     ) -> None:
         self.plan = plan
-        self.state: Tree = None
+        self.held_state: Tree = None
+        self._may_wait = False
         self.num_steps = 0
         self.metrics: Metrics = {}
         self.history: list[Metrics] = []
@@ -86,6 +89,18 @@ class StepRunner:
         self._last_step = self._spec.steps
         self._build()
 
+    @property
+    def state(self) -> Any:
+        """Current train state, with all its updates."""
+        if self._may_wait:
+            with allocating_for("an update that waited"):
+                self.held_state, self._may_wait = self._finish(self.held_state), False
+        return self.held_state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.held_state, self._may_wait = state, state is not None
+
     def _build(self) -> None:
         self._programs = StepPrograms(self.plan)
         self._step_was_called = False
@@ -93,6 +108,7 @@ class StepRunner:
         ladder = self.plan.ladder
         self._first_check = None if ladder is None else ladder.first_check(build_evaluation)
         self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
+        self._finish = build_finish(self.plan)
         self._watchdog.plan_changed()
 
     def _use(self, program: StepProgram) -> None:
@@ -112,7 +128,7 @@ class StepRunner:
         if first is None:
             return False
         self.state, self._data_state = first
-        self.num_steps = int(self.state["step"])
+        self.num_steps = int(self.held_state["step"])
         self._reports = self._new_reports()
         return True
 
@@ -127,7 +143,7 @@ class StepRunner:
         return shard_batch(plan, batch, vocab_size=plan.vocab_size)
 
     def _new_reports(self) -> Reports:
-        skipped = 0 if self.state is None else int(self.state["skipped"])
+        skipped = 0 if self.held_state is None else int(self.held_state["skipped"])
         limit, finished = self._spec.loop.max_skipped, self._watchdog.finished
         return Reports(limit, skipped=skipped, clock=self.clock, finished=finished)
 
@@ -136,7 +152,7 @@ class StepRunner:
         self, batch: Batch, data_state: Mapping[str, Any] | None = None
     ) -> dict[str, jax.Array]:
         # A run that resumes from its durable files after this step continues behind this batch.
-        if disk := self.state.get("disk"):
+        if disk := self.held_state.get("disk"):
             disk.data_state = data_state
         step = self.num_steps + 1
         program = self._programs.of(step)
@@ -150,7 +166,7 @@ class StepRunner:
         compiling = self._compiling(name) if first else contextlib.nullcontext()
         with compiling, self.clock.stepping(), self._watchdog.during(what, is_long=first):
             self._check_lengths(step, batch)
-            self.state, metrics = program(self.state, batch)
+            self.state, metrics = program(self.held_state, batch)
         self._watchdog.notes.entered(step, metrics["loss"], name, program.meetings)
         self._step_was_called = True
         self.num_steps = step
@@ -167,7 +183,7 @@ class StepRunner:
         """Runs the ladder's check that shorter rows compute what the model means, until it has run
         once."""
         check = self._first_check
-        if check is not None and check(self.state, batch, self.step_plan, step):
+        if check is not None and check(self.held_state, batch, self.step_plan, step):
             self._first_check = None
 
     def follow(self, metrics: Mapping[str, jax.Array], *, is_reported: bool) -> bool:
@@ -228,7 +244,7 @@ class StepRunner:
 
     def _read_report(self) -> Metrics | None:
         """Reads, logs and records the metrics of an earlier step; None if no report is due."""
-        params = None if self.state is None else self.state["params"]
+        params = None if self.held_state is None else self.held_state["params"]
         values = self._reports.read(self.plan, self._log, params)
         if values is not None:
             values = with_names(self.plan, values)
@@ -341,9 +357,9 @@ class StepRunner:
         """
         # Raises before the current state is deleted.
         checkpointer.check_step(step, pretrained=folder_of(self.plan))
-        at_start = may_be_durable and self.state is None
+        at_start = may_be_durable and self.held_state is None
         # Released first, so that two states never exist at the same time.
-        end_state(self.state)
+        end_state(self.held_state)
         self.state = None
         with self._watchdog.during("reading a checkpoint", is_long=True):
             restored, self.state = restore_state(checkpointer, self.plan, step, at_start=at_start)

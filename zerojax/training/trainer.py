@@ -80,8 +80,8 @@ class Trainer(StepRunner):
 
     Attributes:
       plan: current plan; `reshard` replaces it.
-      state: current train state. It is donated to each step, so do not keep references to its
-        arrays.
+      state: current train state, in which no update waits. It is donated to each step, so do not
+        keep references to its arrays.
       num_steps: number of batches consumed.
       metrics: metrics of the last report, on the host.
       history: metrics of every report, oldest first.
@@ -160,7 +160,7 @@ class Trainer(StepRunner):
             # A run that was resumed within a pass over the batches ends with that pass.
             steps = count if count is None else self.num_steps - self.num_steps % count + count
         feed, self._last_step = self._as_feed(batches), steps
-        before = self.num_steps, int(self.state["skipped"])
+        before = self.num_steps, int(self.held_state["skipped"])
         with self._watchdog, self._logging(steps), self._failing_well():
             say_if_done(self._log, self.num_steps, steps)
             self._say_if_nothing_is_saved()
@@ -246,7 +246,7 @@ class Trainer(StepRunner):
             is_ours = isinstance(error, (CheckpointError, FloatingPointError, StoreError))
             # A failed step (for example, out of memory) has donated its state and returned none.
             is_lost = not self.num_steps or isinstance(error, jax.errors.JaxRuntimeError)
-            is_lost = is_lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+            is_lost = is_lost or any(x.is_deleted() for x in jax.tree.leaves(self.held_state))
             if not (is_ours or is_lost):
                 try:
                     self._read_report()  # report of the step that began before the error
@@ -264,7 +264,8 @@ class Trainer(StepRunner):
 
     def _check_trained(self, steps_before: int, skipped_before: int) -> None:
         """Raises or logs that a run has skipped all of its steps, depending on its loss scale."""
-        steps, skipped = self.num_steps - steps_before, int(self.state["skipped"]) - skipped_before
+        skipped = int(self.held_state["skipped"]) - skipped_before
+        steps = self.num_steps - steps_before
         if steps and steps == skipped:
             self._reports.nothing_trained(self.plan, steps, self._log)
 
@@ -577,7 +578,7 @@ class Trainer(StepRunner):
             return
         self._reports.wait(self.plan)
         saving, self._saved_step = self.num_steps, None
-        rate = next_rate(self.plan, saving - int(self.state["skipped"]))
+        rate = next_rate(self.plan, saving - int(self.held_state["skipped"]))
         config = {**self._settings, **({} if rate is None else {NEXT_RATE: rate})}
         about = {"data_state": self._data_state or {}, "config": config}
         about["plan"] = self.plan.as_dict()
@@ -680,7 +681,7 @@ class Trainer(StepRunner):
         return self
 
     def _release_files(self) -> None:
-        if (disk := self.state.get("disk")) and disk.store.is_durable:
+        if (disk := self.held_state.get("disk")) and disk.store.is_durable:
             self.save()
             if self._checkpointer is not None:
                 self._checkpointer.wait()
@@ -691,7 +692,7 @@ class Trainer(StepRunner):
             if self._checkpointer is not None:
                 self._checkpointer.close()
         finally:  # after the save in progress, which may read the state's files
-            end_state(self.state)
+            end_state(self.held_state)
             self.wait_for_compilation()
 
     def __enter__(self) -> Self:
