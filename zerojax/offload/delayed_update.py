@@ -115,11 +115,7 @@ def build_delayed_gradients(
         return sums, grads, agreed, totals["weights"], totals["slices"]
 
     def gradients(
-        state: TrainState,
-        key_data: jax.Array,
-        batch: Arrays,
-        loss_factor: jax.Array | None,
-        bare: Any,
+        state: TrainState, key_data: jax.Array, batch: Arrays, loss_factor: Any, bare: Any
     ):
         params, frozen = state["params"], state["frozen"]
         slices = slices_of(state, leaves)
