@@ -259,6 +259,14 @@ def test_another_tokenizer_than_that_of_the_files(tmp_path):
     source(again, tokenizer="bpe:300")
 
 
+def test_a_source_is_printed_without_its_vocabulary(tmp_path):
+    text = text_file(tmp_path / "book.txt")
+    made = source(text, tokenizer="bpe:300")
+    assert "merges" in str(made.tokenizer)
+    assert "vocab_size=" in repr(made)
+    assert "merges" not in repr(made)
+
+
 def test_without_the_package_of_tokenizers(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     given = lambda: as_tokenizer("bpe:300", [TEXT])  # noqa: E731

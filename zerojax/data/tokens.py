@@ -65,7 +65,7 @@ class Tokens:
     parts: tuple[TokenPart, ...]
     vocab_size: int | None = None
     """Every id is below this number, as the writer of the file guarantees; None if unknown."""
-    tokenizer: Mapping[str, Any] | None = None
+    tokenizer: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
     """`Tokenizer.to_dict` of the tokenizer that made the ids; None if unknown."""
 
     @property
