@@ -259,6 +259,25 @@ def test_another_tokenizer_than_that_of_the_files(tmp_path):
     source(again, tokenizer="bpe:300")
 
 
+def test_a_source_is_printed_without_its_vocabulary(tmp_path):
+    text = text_file(tmp_path / "book.txt")
+    made = source(text, tokenizer="bpe:300")
+    assert "merges" in str(made.tokenizer)
+    assert "vocab_size=" in repr(made)
+    assert "merges" not in repr(made)
+
+
+def test_a_part_that_is_too_short_is_named(tmp_path):
+    text, folder = text_file(tmp_path / "book.txt"), tmp_path / "tokens"
+    large = {"global_batch_size": 9}
+    given = lambda: source(text, validation_fraction=0.95, **large)  # noqa: E731
+    refused(given, [text, "43 tokens left by validation_fraction=0.95"], "seq_len")
+    preparation.prepare(text, folder, tokenizer="bytes", validation_fraction=0.05)
+    found = [folder / "validation.bin", "43 tokens for validation"]
+    refused(lambda: source(folder, **large), found, "--validation-fraction")
+    source(text, validation_fraction=0.5, **large)
+
+
 def test_without_the_package_of_tokenizers(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     given = lambda: as_tokenizer("bpe:300", [TEXT])  # noqa: E731

@@ -155,7 +155,10 @@ class _Opening:
         if isinstance(data, str | Path) and is_text_set(existing_path(data)):
             return self._chats(existing_path(data))
         tokens, validation, ready = _open(data, self.tokenizer)
-        if validation is None:
+        if validation is not None:
+            share = " for validation (the share is --validation-fraction of `zerojax data prepare`)"
+            validation = dataclasses.replace(validation, share=share)
+        else:
             fraction = self.validation_fraction
             tokens, validation = tokens.split(fraction)
             sizes = self.seq_len, self.global_batch_size

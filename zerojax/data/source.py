@@ -167,10 +167,10 @@ class TokenSource(RowSource):
         if self.num_windows < self.global_batch_size:
             wanted = self.global_batch_size * self.seq_len + 1
             raise ValueError(
-                f"{self.tokens.name} has {self.tokens.count} tokens: {self.num_windows} windows of "
-                f"seq_len={self.seq_len}, but one batch has global_batch_size="
-                f"{self.global_batch_size} (at least {wanted} tokens); lower seq_len or "
-                "global_batch_size, or give more text"
+                f"{self.tokens.name} has {self.tokens.count} tokens{self.tokens.share}: "
+                f"{self.num_windows} windows of seq_len={self.seq_len}, but one batch has "
+                f"global_batch_size={self.global_batch_size} (at least {wanted} tokens); lower "
+                "seq_len or global_batch_size, or give more text"
             )
 
     @functools.cached_property

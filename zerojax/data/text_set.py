@@ -74,9 +74,9 @@ class TextSet:
     first: int = 0
     name: str
     vocab_size: int | None = None
-    tokenizer: Mapping[str, Any] | None = None
+    tokenizer: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
     checksum: str
-    template: str | None = None
+    template: str | None = dataclasses.field(default=None, repr=False)
     rows: np.ndarray | None = None
     files: tuple[tuple[int, str], ...] = ()
 

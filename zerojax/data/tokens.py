@@ -65,8 +65,10 @@ class Tokens:
     parts: tuple[TokenPart, ...]
     vocab_size: int | None = None
     """Every id is below this number, as the writer of the file guarantees; None if unknown."""
-    tokenizer: Mapping[str, Any] | None = None
+    tokenizer: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
     """`Tokenizer.to_dict` of the tokenizer that made the ids; None if unknown."""
+    share: str = ""
+    """Which share of its data this is, for messages about its size; "" for all."""
 
     @property
     def count(self) -> int:
@@ -112,8 +114,10 @@ class Tokens:
                 offset = part.offset + cut
                 tail.append(dataclasses.replace(part, ids=part.ids[cut:], offset=offset))
         return (
-            dataclasses.replace(self, parts=tuple(head)),
-            dataclasses.replace(self, parts=tuple(tail)),
+            dataclasses.replace(
+                self, parts=tuple(head), share=f" left by validation_fraction={fraction}"
+            ),
+            dataclasses.replace(self, parts=tuple(tail), share=" for validation"),
         )
 
     @functools.cached_property
