@@ -188,6 +188,43 @@ def in_groups(compare):
     return lambda model, batch: jnp.mean(jax.vmap(compare)(model(batch["x"]), batch["y"]))
 
 
+def odd_pair(total, weight):
+    return lambda model, batch: (
+        total(squares(model, batch).mean(-1) * batch["mask"]),
+        weight(batch["mask"]),
+    )
+
+
+def per_value(model, batch):
+    """Sums over 4 rows of 4 values each, divided by 4 values: not by the number of rows."""
+    weights = jnp.broadcast_to(batch["mask"][:, None], (len(batch["x"]), 4))
+    return jnp.sum(squares(model, batch)[:, :4] * weights) / 4, jnp.sum(weights) / 4
+
+
+ODD_PAIRS = {
+    "a share": (odd_pair(jnp.mean, jnp.mean), "weight is a mean over rows"),
+    "a share of some": (
+        odd_pair(jnp.mean, lambda mask: (mask * mask).sum() / mask.sum()),
+        "weight is a mean over rows",
+    ),
+    "a count": (odd_pair(jnp.mean, jnp.sum), "the first number is a mean"),
+}
+
+
+@pytest.mark.parametrize(("loss", "what"), ODD_PAIRS.values(), ids=ODD_PAIRS)
+def test_a_metric_in_place_of_a_weight_is_warned_of(loss, what):
+    """`return loss, metric`, where the metric reads no parameter, is a valid pair."""
+    for options in ({}, {"devices": 1}):
+        with pytest.warns(RuntimeWarning, match=f"{what}.*return loss, ..share.: share."):
+            plan = plan_of(loss, **options)
+        assert sum(what in reason for reason in plan.reasons) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_of(odd_pair(jnp.sum, jnp.sum))
+        plan_of(odd_pair(jnp.sum, lambda mask: jnp.maximum(mask.sum(), 1)))
+        plan_of(per_value)
+
+
 def test_a_masked_mean_is_warned_of():
     def loss(model, batch):
         return jnp.sum(squares(model, batch).mean(-1) * batch["mask"]) / jnp.sum(batch["mask"])

@@ -201,6 +201,8 @@ class BatchPieces:
       is_ratio: whether the loss is a sum divided by a value that also depends on the part.
       is_product: whether the loss has a term that is a product of means over rows.
       compares_rows: whether the loss has values for each pair of rows and is not a sum over rows.
+      odd_pair: what is odd about a pair (sum, weight) whose two numbers do not grow alike with the
+        rows, such as a mean and a metric; "" if nothing is known to be.
       summed_metrics: names of metrics without a weight that certainly are sums over rows.
       rows_over_batch: functions such as `zerojax.batch_sum` that are called with an
         array that has a dimension of rows.
@@ -215,6 +217,7 @@ class BatchPieces:
     is_ratio: bool
     is_product: bool
     compares_rows: bool
+    odd_pair: str
     summed_metrics: tuple[str, ...]
     rows_over_batch: frozenset[BatchCall]
     counted: frozenset[str]
@@ -263,6 +266,7 @@ def trace_pieces(
         is_ratio=isinstance(loss, Other) and loss.is_ratio and not is_pair,
         is_product=isinstance(loss, Other) and loss.is_product,
         compares_rows=bool(compared) and not is_affine(loss),
+        odd_pair=_odd_pair(loss, found[1], num_rows) if is_pair else "",
         summed_metrics=tuple(
             name for name, x in metrics.items() if isinstance(x, Total) and x.is_sum(num_rows)
         ),
@@ -275,6 +279,26 @@ def trace_pieces(
         ),
         undefined=undefined,
     )
+
+
+def _odd_pair(loss: Dependence, weight: Dependence, num_rows: int) -> str:
+    """Returns what is odd about a pair of these two numbers; "" if nothing is known to be.
+
+    A mean over rows as the weight is nearly always a metric. A masked mean may have one, too, with
+    a first number that is a mean as well; two sums say the same.
+    """
+
+    def is_mean(value: Dependence) -> bool:
+        if not isinstance(value, Total) or not value.scale:
+            return False
+        divisor, count = 1 / abs(value.scale), value.num_added or num_rows
+        return count > 1 and math.isclose(divisor, count, rel_tol=1e-2)
+
+    if is_mean(weight) or (isinstance(weight, Other) and weight.is_ratio):
+        return "the weight is a mean over rows, which does not grow with their number"
+    if is_mean(loss) and isinstance(weight, Total) and weight.scale == 1:
+        return "the first number is a mean over rows, and the weight a sum over them"
+    return ""
 
 
 def check_divisor(
@@ -492,6 +516,8 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
             "depend on the number of devices. Return the mean over the rows, or the sum and its "
             "divisor: return jnp.sum(losses), losses.size. zerojax.check prints the line"
         )
+    if pieces.odd_pair:
+        warn_user(_words_of_pair(pieces), RuntimeWarning)
     if pieces.is_ratio and number > 1:
         warn_user(
             "the loss divides by a number that depends on its rows, and is called for each of "
@@ -534,6 +560,15 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
         )
 
 
+def _words_of_pair(pieces: BatchPieces) -> str:
+    return (
+        "the loss returned a pair (sum, weight), whose sum over the batch is divided by its "
+        f"weight, but {pieces.odd_pair}. If the second number is a metric to log, give it a name: "
+        'return loss, {"share": share}. For a mean with weights return two sums: return '
+        "jnp.sum(losses * weights), jnp.sum(weights)"
+    )
+
+
 def describe_pieces(pieces: BatchPieces) -> list[str]:
     """Describes loss terms, metrics and state that depend on the number of parts of a batch.
 
@@ -545,6 +580,8 @@ def describe_pieces(pieces: BatchPieces) -> list[str]:
         f"whole batch: {{{name!r}: (x.sum(), x.size)}}"
         for name in pieces.summed_metrics
     ]
+    if pieces.odd_pair:
+        lines.append(_words_of_pair(pieces))
     if pieces.is_sum:
         lines.append(
             "the loss is a sum over the rows of the batch: it is an error on more devices or with "
