@@ -85,7 +85,43 @@ def test_a_product_of_means_is_mended_with_batch_mean():
 def test_rows_that_are_compared_with_each_other_are_put_into_groups(loss):
     reason = experiments(cases.PAIR, loss).forward(train=True).reason
     assert "jax.vmap" in reason.remedy
+    assert "zerojax.gather_batch(x)" in reason.remedy
     assert "batch_mean" not in reason.remedy
+
+
+def weighted(numbers):
+    """A loss in which rows have weights by their numbers."""
+    return lambda model, batch: jnp.mean(cases.errors(model, batch) * numbers(batch["x"])[:, None])
+
+
+PLACES = {
+    "row number": weighted(lambda x: jnp.arange(len(x))),
+    "number of rows": lambda model, batch: jnp.mean(
+        (model(batch["x"]) / len(batch["x"]) - batch["y"]) ** 2
+    ),
+    "noise of one key": weighted(lambda x: jax.random.normal(jax.random.key(0), (len(x),))),
+}
+
+
+@pytest.mark.parametrize("loss", PLACES.values(), ids=PLACES)
+def test_places_of_rows_are_told_from_rows_that_depend_on_others(loss):
+    reason = experiments(cases.PAIR, loss).forward(train=True).reason
+    assert "on its place in the batch or on the number of rows" in reason.sentence
+    assert "zerojax.row_numbers(x)" in reason.remedy
+    assert "batch_mean" not in reason.remedy
+    right = weighted(zerojax.row_numbers)
+    assert experiments(cases.PAIR, right).forward(train=True).reason is None
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [(lambda x: x.std(0), "std"), (lambda x: jax.lax.top_k(x.reshape(-1), 8)[0], "top_k")],
+)
+def test_what_combines_rows_is_named_as_written(of, name):
+    loss = lambda model, batch: jnp.mean(of(cases.errors(model, batch)))  # noqa: E731
+    reason = experiments(cases.PAIR, loss).forward(train=True).reason
+    assert f"`{name}` combines the rows" in reason.sentence
+    assert "zerojax.gather_batch(x)" in reason.remedy
 
 
 @pytest.mark.thorough
@@ -358,6 +394,16 @@ def test_a_refused_plan_is_shown_with_its_sentence(monkeypatch):
     assert reason.kind == "refused"
     assert "return a scalar" in reason.sentence
     assert "REFUSED: 1 of 1 runs are refused (" in result.table()
+
+
+def test_an_error_for_fewer_rows_than_the_batch_says_how_to_have_all(monkeypatch):
+    def hardest(model, batch):
+        errors = cases.errors(model, batch)
+        return jnp.mean(jax.lax.top_k(errors.reshape(-1), errors.size // len(errors) * 8)[0])
+
+    failed = found_here(cases.PAIR, hardest, monkeypatch, only=[LAST]).reasons[0]
+    assert failed.kind == "failed"
+    assert "zerojax.gather_batch(x) has all" in failed.remedy
 
 
 @pytest.mark.thorough

@@ -42,14 +42,20 @@ PER_ROW = (
     "compute each row from that row alone: take the statistic from the model's state or from a "
     "column of the batch; or use "
     "zerojax.batch_mean(jnp.mean(x, axis=0)), which is the mean over the whole batch; or, if rows "
-    "are ranked or linked, make each group of linked rows one row of the batch, and average the "
-    "loss of the groups by jax.vmap"
+    "are ranked or linked, take the rows of all devices, zerojax.gather_batch(x), or make each "
+    "group of linked rows one row of the batch, and average the loss of the groups by jax.vmap"
+)
+PLACES = (
+    "number rows in the whole batch: zerojax.row_numbers(x) in place of jnp.arange(len(x)), and "
+    "zerojax.batch_sum(len(x)) in place of len(x); take noise from a key of each row, "
+    "jax.vmap(lambda i: jax.random.fold_in(key, i))(zerojax.row_numbers(x)); or make numbers or "
+    "noise an array of the batch"
 )
 GROUPS = (
-    "make each group of compared rows one row of the batch: arrays of shape [groups, rows of "
-    "a group, ...], and average the loss of the groups by jax.vmap; or give each row its "
-    "own negatives in the batch; or accept that a row is compared only with rows of its device and "
-    "microbatch, as is usual in data-parallel training"
+    "gather the rows of all devices: zerojax.gather_batch(x); or make each group of compared rows "
+    "one row of the batch: arrays of shape [groups, rows of a group, ...], and average the loss of "
+    "the groups by jax.vmap; or give each row its own negatives in the batch; or accept that a row "
+    "is compared only with rows of its device and microbatch, as is usual in data-parallel training"
 )
 _STATISTICS = ("mul", "dot_general", "integer_pow", "square", "pow")
 """Primitives that multiply two means, each of which is correct by itself."""
@@ -319,6 +325,12 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
     elif found.has_pairs:
         remedy = GROUPS
         sentence = "each row is compared with the other rows of the batch, as by a contrastive loss"
+    elif found.has_rows and found.of_place:
+        remedy = PLACES
+        sentence = (
+            "the result for a row depends on its place in the batch or on the number of rows (as "
+            "by jnp.arange(len(x)), len(x), or noise of one key); each device counts its own rows"
+        )
     elif found.has_rows:
         sentence = "the result for a row depends on other rows of the batch"
     elif found.primitive == "div" and len(statistics) == 2:
@@ -331,7 +343,7 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
         sentence = (
             "a single row of the batch determines all results; each device has a different row"
         )
-    elif found.primitive in _EXTREMES:
+    elif found.primitive in _EXTREMES or (Relation.ROWS in given and not statistics):
         sentence = (
             f"`{found.primitive}` combines the rows of the batch; each device has different rows"
         )

@@ -61,10 +61,12 @@ class Break:
     """First equation at which the relation between two executions breaks.
 
     Attributes:
-      primitive: name of the equation's JAX primitive.
+      primitive: name of the equation's JAX primitive, or of the jitted function that it calls.
       inputs: relations of the equation's inputs.
       has_rows: whether a dimension of the equation's output indexes rows.
       has_pairs: whether two dimensions of the output index rows.
+      of_place: whether the output depends on the places or the number of rows, but not on what is
+        in other rows.
       where: "file:line: source" of the user's code.
     """
 
@@ -72,6 +74,7 @@ class Break:
     inputs: tuple[Relation, ...]
     has_rows: bool
     has_pairs: bool
+    of_place: bool
     where: str | None
 
 
@@ -157,8 +160,15 @@ class _Walk:
         other: ClosedJaxpr,
         inputs: Sequence[Sequence[Any]],
         relate: Relate,
+        reads_batch: Sequence[bool] | None = None,
     ):
+        """Runs both programs; `reads_batch`: whether each input depends on the batch, None: all."""
         self.first, self.other, self.relate = first, other, relate
+        given = zip(first.jaxpr.invars, reads_batch or (), strict=False)
+        self.of_batch = {var for var, of in given if of} if reads_batch else {*first.jaxpr.invars}
+        for equation in first.jaxpr.eqns:
+            if self._reads_batch(equation.invars).count(True):
+                self.of_batch.update(equation.outvars)
         runs = [_all_values(first, inputs[:1]), _all_values(other, inputs[1:])]
         self.values: list[list[Any]] = [*runs[0], *runs[1]]
         self.number = {var: i for i, var in enumerate(_variables(first))}
@@ -173,6 +183,9 @@ class _Walk:
             whole, *pieces = [run[number] for run in self.values]
             self._relations[atom] = self.relate(whole, pieces)
         return self._relations[atom]
+
+    def _reads_batch(self, atoms: Sequence[Operand]) -> list[bool]:
+        return [not isinstance(atom, Literal) and atom in self.of_batch for atom in atoms]
 
     def values_of(self, output: int) -> tuple[Any, ...]:
         atom, twin = (one.jaxpr.outvars[output] for one in (self.first, self.other))
@@ -199,17 +212,24 @@ class _Walk:
                 continue
             given = tuple(self.relation(atom) for atom in equation.invars)
             if Relation.OTHER not in given:
-                return self._inside(number, equation) or self._break_at(equation, given, made)
+                return self._inside(number, equation) or self._break_at(number, given, made)
         return None
 
-    def _break_at(self, equation: Equation, given: tuple[Relation, ...], made: list[Any]) -> Break:
+    def _break_at(self, number: int, given: tuple[Relation, ...], made: list[Any]) -> Break:
+        equation, twin = (one.jaxpr.eqns[number] for one in (self.first, self.other))
+        # The number of rows is another literal of the program for fewer rows.
+        counts = any(
+            isinstance(atom, Literal) and str(atom) != str(other)
+            for atom, other in zip(equation.invars, twin.invars, strict=True)
+        )
         index = next(self.number[var] for var in made if self.relation(var) is Relation.OTHER)
         shapes = [jnp.shape(run[index]) for run in self.values[:2]]
         return Break(
-            primitive=equation.primitive.name,
+            primitive=_function_of(equation),
             inputs=given,
             has_rows=shapes[0] != shapes[1],
             has_pairs=sum(a != b for a, b in zip(*shapes, strict=False)) > 1,
+            of_place=counts or not any(self._reads_batch(equation.invars)),
             where=line_of_equation(equation),
         )
 
@@ -240,7 +260,8 @@ class _Walk:
             if found is None:
                 return None
             arguments.append(found[1])
-        walk = _Walk(inner[0][0], inner[1][0], arguments, self.relate)
+        reads = self._reads_batch(equation.invars)[-len(arguments[0]) :]  # without a branch's index
+        walk = _Walk(inner[0][0], inner[1][0], arguments, self.relate, reads)
         breaks = (walk.first_break(i) for i in range(len(inner[0][0].jaxpr.outvars)))
         return next((found for found in breaks if found is not None), None)
 
@@ -266,6 +287,13 @@ class _Walk:
                 break
             atom = before[0]
         return where
+
+
+def _function_of(equation: Equation) -> str:
+    """Returns the name of the jitted function that an equation calls, else of its primitive."""
+    kind = equation.primitive.name
+    called = equation.params.get("name") if kind in ("jit", "pjit") else None
+    return str(called or kind).strip("_<>")
 
 
 def _variables(closed: ClosedJaxpr) -> list[Any]:

@@ -213,7 +213,7 @@ def row_numbers(x: jax.Array | np.ndarray) -> jax.Array:
     axes = _axes_of("row_numbers")
     first = lax.axis_index(axes) * len(x) if axes else 0
     numbers = jnp.arange(len(x), dtype=jnp.int32) + first
-    return numbers if axes else mark_batch_call(numbers, "row_numbers")
+    return mark_batch_call(numbers, "row_numbers")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
