@@ -325,6 +325,15 @@ def test_labels_that_are_no_classes_are_refused_where_they_count(case: str, tmp_
     place(number, weights=counted)
 
 
+@pytest.mark.parametrize("case", ["llama", "bert_classes"])
+def test_transformers_names_of_arrays_are_answered_with_zerojaxs(case: str, tmp_path: Path) -> None:
+    model = zerojax.from_hugging_face(write(tmp_path, case)).to_model()
+    batch = {name: jnp.asarray(x) for name, x in batch_of(case).items()}
+    theirs = {"input_ids" if name == "tokens" else name: x for name, x in batch.items()}
+    refused(lambda: model.loss(theirs), ["'tokens'", "'input_ids'"], ["'tokens'", "encode_texts"])
+    model.loss(batch)
+
+
 def test_what_a_task_does_not_have_is_refused_with_what_does(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", "llama")
     model = zerojax.from_hugging_face(folder).to_model()

@@ -217,6 +217,22 @@ def _answer_loss(logits: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array
     return total, weight
 
 
+def tokens_of(batch: Mapping[str, Any]) -> jax.Array:
+    """Returns the tokens of a batch of texts, integers [batch, seq].
+
+    Raises:
+      ValueError: the batch has none; the message says what transformers' names are called here.
+    """
+    if "tokens" not in batch:
+        raise ValueError(
+            f"a batch of texts needs 'tokens', but has only {sorted(batch)}; zerojax calls "
+            "transformers' input_ids 'tokens' and token_type_ids 'token_types'. "
+            "zerojax.data.load_tokenizer(FOLDER).encode_texts(texts) returns 'tokens' and "
+            "'attention_mask'"
+        )
+    return batch["tokens"]
+
+
 def _taken(batch: Mapping[str, Any], name: str) -> jax.Array:
     if name not in batch:
         raise ValueError(
