@@ -300,6 +300,40 @@ def test_batches_that_do_not_fit_the_task(tmp_path: Path) -> None:
     refused(lambda: loss(labels=jnp.ones((3, 2), jnp.int32)), ["[3, 2]", "[batch] = [3]"])
 
 
+@pytest.mark.parametrize("case", ["llama", "bert_tokens"])
+def test_labels_that_are_no_classes_are_refused_where_they_count(case: str, tmp_path: Path) -> None:
+    """A step would be skipped, because its loss is NaN."""
+    model = zerojax.from_hugging_face(write(tmp_path, case))
+    number, one = len(model.config.task.labels), batch_of(case)
+    batch = {name: np.resize(x, (8, *x.shape[1:])) for name, x in one.items() if name != "weights"}
+
+    def place(label: int, **more: Any) -> None:
+        labels = np.zeros_like(batch["labels"])
+        labels[(3, *[0] * (labels.ndim - 1))] = label
+        given = {**batch, "labels": labels, **more}
+        plan = zerojax.make_plan(
+            model, {"zero": 1}, example_batch=given, optimizer=zerojax.adamw(1e-3)
+        )
+        zerojax.shard_batch(plan, given)
+
+    for label in (number, -1):
+        refused(lambda label=label: place(label), ["'labels'", label, number], [-100])
+    place(number - 1)
+    place(-100)
+    counted = np.ones(batch["labels"].shape, np.float32)
+    counted[3] = 0
+    place(number, weights=counted)
+
+
+@pytest.mark.parametrize("case", ["llama", "bert_classes"])
+def test_transformers_names_of_arrays_are_answered_with_zerojaxs(case: str, tmp_path: Path) -> None:
+    model = zerojax.from_hugging_face(write(tmp_path, case)).to_model()
+    batch = {name: jnp.asarray(x) for name, x in batch_of(case).items()}
+    theirs = {"input_ids" if name == "tokens" else name: x for name, x in batch.items()}
+    refused(lambda: model.loss(theirs), ["'tokens'", "'input_ids'"], ["'tokens'", "encode_texts"])
+    model.loss(batch)
+
+
 def test_what_a_task_does_not_have_is_refused_with_what_does(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", "llama")
     model = zerojax.from_hugging_face(folder).to_model()

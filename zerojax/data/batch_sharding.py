@@ -274,7 +274,7 @@ def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
 
 def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
     """Raises for integers in `array[limit.window]` outside [limit.low, limit.high): the model uses
-    them as row indices of a parameter.
+    them as row indices of a parameter, or as numbers of classes.
 
     Raises:
       ValueError: an index is outside; names its position, its value and the parameter.
@@ -282,11 +282,20 @@ def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
     looked_up = array[limit.window]
     if not looked_up.size or (looked_up.min() >= limit.low and looked_up.max() < limit.high):
         return
-    wrong = np.argwhere((looked_up < limit.low) | (looked_up >= limit.high))[0]
+    outside = (looked_up < limit.low) | (looked_up >= limit.high)
+    if limit.ignored is not None and not (outside := outside & (looked_up != limit.ignored)).any():
+        return
+    wrong = np.argwhere(outside)[0]
     first = tuple(
         int(i) * (part.step or 1) + (part.start or 0)
         for i, part in zip(wrong, limit.window, strict=True)
     )
+    if not limit.parameter:
+        raise ValueError(
+            f"batch[{name!r}] holds {array[first]} at index {first}, but the task has "
+            f"{limit.high} classes; use numbers in [0, {limit.high}), or {limit.ignored} for what "
+            "does not count, or give the task more labels"
+        )
     raise ValueError(
         f"batch[{name!r}] holds {array[first]} at index {first}, but the model uses it as an index "
         f"of {limit.parameter}, which has {limit.high} rows; use values in [0, {limit.high}), or "

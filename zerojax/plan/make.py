@@ -38,6 +38,7 @@ from zerojax.features.known import describe_features, need_loop, plan_features, 
 from zerojax.features.one_bit.sign_plan import describe_one_bit, with_errors
 from zerojax.features.seam import Facts
 from zerojax.hardware import compile_client
+from zerojax.models.adapt import bound_attribute
 from zerojax.models.losses import split_result
 from zerojax.offload.layer_draws import describe_draws
 from zerojax.offload.offload_tiers import (
@@ -141,6 +142,7 @@ from zerojax.tracing.activation_offload import describe_layer_inputs
 from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.rolling import find_lists
 from zerojax.tracing.unrolling import choose_unrolling
+from zerojax.zoo.task_heads import TaskConfig, limit_of_labels
 
 _ELSEWHERE = {
     axis: "axis sizes belong to the mesh: zerojax.make_plan(model, zerojax.make_mesh({"
@@ -369,6 +371,7 @@ def _decide(
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
     placement, layout, stacked = _place(task, seen, inputs.freeze, names)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
+    traced = _with_labels(traced, task, inputs)
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
     tx = with_matrices(tx, seen.trace, placement)
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
@@ -753,6 +756,18 @@ def _examine_loss(
     lookups = _lookups(task, seen, frozen).reasons
     dtypes = describe_batch(task.batch, trace.exact_leaves, task.precision)
     return traced, [*dtypes, *describe_pieces(pieces), *over_batch, *lookups], [*rules]
+
+
+def _with_labels(traced: TracedLoss, task: _Task, inputs: PlanInputs) -> TracedLoss:
+    """Adds the limits of the labels of a task, if the loss is the model's own."""
+    of_task = getattr(bound_attribute(task.model, "config"), "task", None)
+    if inputs.loss is not None or not isinstance(of_task, TaskConfig):
+        return traced
+    limit = limit_of_labels(of_task, task.batch)
+    if limit is None:
+        return traced
+    limits = {**traced.index_limits, "labels": (limit,)}
+    return dataclasses.replace(traced, index_limits=limits)
 
 
 def _choose_program(

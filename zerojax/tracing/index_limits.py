@@ -25,14 +25,16 @@ class IndexLimit:
 
     Attributes:
       low, high: limits of the values; `low` is negative if negative indices count from the end.
-      parameter: parameter whose rows the values index.
+      parameter: parameter whose rows the values index; "" if they are classes of a task.
       window: part of the array to which the limits apply, a slice for each dimension.
+      ignored: value outside of the range that is valid, too; None if there is none.
     """
 
     low: int
     high: int
     parameter: str
     window: tuple[slice, ...]
+    ignored: int | None = None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from zerojax.zoo.layers import (
     expand_rank,
 )
 from zerojax.zoo.self_attention import Attention
-from zerojax.zoo.task_heads import TaskConfig, build_task_head, task_loss
+from zerojax.zoo.task_heads import TaskConfig, build_task_head, task_loss, tokens_of
 
 INIT_STDDEV = 0.02
 
@@ -331,7 +331,7 @@ class Bert(nnx.Module):
             )
         if self.config.task is not None:
             inputs = (batch.get(name) for name in ("attention_mask", "token_types"))
-            return task_loss(self.classify(batch["tokens"], *inputs), batch, self.config.task)
+            return task_loss(self.classify(tokens_of(batch), *inputs), batch, self.config.task)
         if "positions" not in batch and "weights" not in batch:
             raise ValueError(
                 f"a batch for BERT needs 'positions' or 'weights' of the masked tokens, but has "
@@ -339,7 +339,7 @@ class Bert(nnx.Module):
                 "mask_token=...), or, if batch['tokens'] is masked already, add weights of 1 to "
                 "count every token"
             )
-        x = self.hidden(batch["tokens"], batch.get("attention_mask"), batch.get("token_types"))
+        x = self.hidden(tokens_of(batch), batch.get("attention_mask"), batch.get("token_types"))
         if "positions" in batch:
             # A position outside the row gives NaN, and not another token's values.
             x = jnp.take_along_axis(x, batch["positions"][..., None], axis=1, mode="fill")

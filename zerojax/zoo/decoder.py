@@ -22,7 +22,7 @@ from zerojax.zoo.decoder_config import DecoderConfig
 from zerojax.zoo.layers import Dropout, Embedding, Mlp, Norm, Projection, constrain, in_chunks
 from zerojax.zoo.moe import EXPERT_PARAMETERS, MoE, Routing, balance_losses
 from zerojax.zoo.self_attention import Attention, KVCache, positions_after
-from zerojax.zoo.task_heads import build_task_head, last_tokens, task_loss
+from zerojax.zoo.task_heads import build_task_head, last_tokens, task_loss, tokens_of
 
 INIT_STDDEV = 0.02
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
@@ -416,7 +416,7 @@ class Decoder(nnx.Module):
           transformers.
         """
         if self.task_head is not None:
-            logits = self.classify(batch["tokens"], batch.get("attention_mask"))
+            logits = self.classify(tokens_of(batch), batch.get("attention_mask"))
             return task_loss(logits, batch, self.config.task)
         targets, weights = batch["targets"], batch.get("weights")
         segments, positions = batch.get("segments"), batch.get("positions")

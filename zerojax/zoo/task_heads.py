@@ -16,6 +16,7 @@ from flax import nnx
 from zerojax.config.display import quoted
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.models.losses import mean_squared_error, next_token, weighted
+from zerojax.tracing.index_limits import IndexLimit
 from zerojax.zoo.layers import Projection
 
 TaskKind = Literal["sequence_classification", "token_classification", "question_answering"]
@@ -97,6 +98,22 @@ def numbered_task(kind: TaskKind, num_labels: int) -> TaskConfig:
     labels = tuple(f"LABEL_{number}" for number in range(num_labels))
     is_number = num_labels == 1 and kind == "sequence_classification"
     return TaskConfig(kind=kind, labels=labels, problem="regression" if is_number else PROBLEMS[0])
+
+
+def limit_of_labels(task: TaskConfig | None, batch: Mapping[str, Any]) -> IndexLimit | None:
+    """Returns which labels of a batch are classes of the task; None if other values are valid, too.
+
+    Labels may have any value where `weights` are 0, so of a batch with weights nothing is known.
+    """
+    labels = batch.get("labels")
+    if task is None or labels is None or "weights" in batch:
+        return None
+    if task.kind == "question_answering" or task.problem != PROBLEMS[0]:
+        return None
+    window = (slice(None),) * len(labels.shape)
+    return IndexLimit(
+        low=0, high=len(task.labels), parameter="", window=window, ignored=IGNORED_LABEL
+    )
 
 
 def build_task_head(task: TaskConfig, width: int, *, use_bias: bool, rngs: nnx.Rngs) -> Projection:
@@ -199,6 +216,22 @@ def _answer_loss(logits: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array
         own = next_token(logits[:, :, number], jnp.maximum(positions, 0), counted)
         total, weight = total + own[0] / 2, weight + own[1] / 2
     return total, weight
+
+
+def tokens_of(batch: Mapping[str, Any]) -> jax.Array:
+    """Returns the tokens of a batch of texts, integers [batch, seq].
+
+    Raises:
+      ValueError: the batch has none; the message says what transformers' names are called here.
+    """
+    if "tokens" not in batch:
+        raise ValueError(
+            f"a batch of texts needs 'tokens', but has only {sorted(batch)}; zerojax calls "
+            "transformers' input_ids 'tokens' and token_type_ids 'token_types'. "
+            "zerojax.data.load_tokenizer(FOLDER).encode_texts(texts) returns 'tokens' and "
+            "'attention_mask'"
+        )
+    return batch["tokens"]
 
 
 def _taken(batch: Mapping[str, Any], name: str) -> jax.Array:
