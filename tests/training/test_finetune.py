@@ -370,6 +370,15 @@ def test_a_model_that_continues_no_text_is_refused(tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(case["config"]))
     told = fails(capsys, "finetune", str(folder), str(chat_file(tmp_path / "c.jsonl")))
     assert "has a model of type t5, which is not a decoder" in told
+    assert "task=" not in told
+
+    case = json.loads((DATA / "task_heads.json").read_text())["cases"]["bert_classes"]
+    tensors = {name: weights(name, shape) for name, shape in case["tensors"].items()}
+    bert = write_folder(tmp_path / "bert", "llama", tensors=tensors)
+    (bert / "config.json").write_text(json.dumps(case["config"]))
+    told = fails(capsys, "finetune", str(bert), str(chat_file(tmp_path / "d.jsonl")))
+    assert "has a model of type bert, which is not a decoder" in told
+    assert "zerojax.from_hugging_face(FOLDER, task=" in told
 
 
 def test_one_of_several_processes_is_told_how(model, chats, capsys, monkeypatch):

@@ -193,9 +193,15 @@ def _open_decoder(folder: str) -> Pretrained:
     """
     pretrained = from_hugging_face(folder)
     if not isinstance(pretrained.config, DecoderConfig | LlamaConfig | GPT2Config):
+        heads = ""
+        if pretrained.row.tasks:
+            heads = (
+                ". To classify texts, train it in Python with a head: "
+                "zerojax.from_hugging_face(FOLDER, task=zerojax.zoo.TaskConfig(labels=...))"
+            )
         raise ValueError(
             f"{folder} has a model of type {pretrained.row.model_type}, which is not a decoder; "
-            "use the folder of a decoder, such as llama or qwen3, to fine-tune on chats"
+            f"use the folder of a decoder, such as llama or qwen3, to fine-tune on chats{heads}"
         )
     if pretrained.config.task is not None:
         raise ValueError(
