@@ -59,7 +59,7 @@ def existing_path(path: str | Path) -> Path:
     raise FileNotFoundError(
         f"data={str(path)!r} does not exist (the nearest existing folder is {str(parent)!r}); "
         "pass a folder of text files, one text file, token files (.bin with a .json sidecar, "
-        ".npy), or leave it out for the embedded Shakespeare"
+        ".npy), or leave it out (None) for the embedded Shakespeare"
     )
 
 

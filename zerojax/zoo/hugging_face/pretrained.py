@@ -308,8 +308,8 @@ class Pretrained(NnxModel):
         listed = ", ".join(f"{key}={quoted(rate(key))}" for key in keys)
         return (
             f"dropout: transformers trains this {self.row.model_type} with {listed}, but this run "
-            f"uses dropout={self.config.dropout}; from_hugging_face(..., dropout=...) or "
-            "model.dropout changes it; attention weights are never dropped",
+            f"uses dropout={self.config.dropout}; from_hugging_face(..., dropout=...), or "
+            "model.dropout of a run file, changes it; attention weights are never dropped",
         )
 
     def describe(self) -> str:
