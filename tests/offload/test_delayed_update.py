@@ -4,7 +4,6 @@ The reference is a loop in NumPy: each step takes the gradients of its weights, 
 weights with the gradients of the step before. Sums in another order differ by `TOLERANCE`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from tests.support.late_updates import ROWS, LateRow, late_plan
 from tests.support.pipeline_runs import function_model
 from tests.support.small_models import reference_model, regression_loss
 from tests.support.trajectories import (
@@ -31,7 +31,7 @@ from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.precision import as_precision
 from zerojax.step.host_budget import host_remedies
 from zerojax.step.initialization import init_state
-from zerojax.step.reshard import from_portable_state, to_portable_state
+from zerojax.step.reshard import from_portable_state, reshard_state, to_portable_state
 
 DELAYED = {"opt_state": "host", "delayed_update": True, "min_elements": 30, "slice_elements": 60}
 RATE, B1, B2, EPS, DECAY, CLIP = 1e-2, 0.9, 0.95, 1e-5, 0.1, 0.05
@@ -80,45 +80,8 @@ def follow(weights: dict[str, Any], batches: Iterable[Any]) -> tuple[list[float]
     return losses, flat(jax.tree.unflatten(structure, now))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One way to train."""
-
-    zero: int
-    devices: int = 4
-    mesh: tuple[tuple[str, int], ...] = ()
-    share: float = 0.0
-    is_slow: bool = True
-
-    def __str__(self) -> str:
-        return f"zero{self.zero}-{self.devices}-{dict(self.mesh)}-{self.share}"
-
-
-ROWS = [
-    Row(zero=1, is_slow=False),
-    Row(zero=3, share=0.05, is_slow=False),
-    Row(zero=1, devices=1, share=0.1),
-    Row(zero=0),
-    Row(zero=2, mesh=(("replica", 2), ("data", 2))),
-    Row(zero=3, devices=2),
-]
-
-
-def delayed_plan(row: Row, **changes: Any) -> Any:
-    model, _ = function_model()
-    state = {"device": row.share, "host": 1 - row.share} if row.share else "host"
-    return plan_for(
-        model,
-        loss=regression_loss,
-        batch=regression_batch,
-        devices=row.devices,
-        mesh=dict(row.mesh),
-        zero=row.zero,
-        optimizer=make_optimizer(),
-        persistence_threshold=10,
-        offload={**DELAYED, "opt_state": state},
-        **changes,
-    )
+def delayed_plan(row: LateRow) -> Any:
+    return late_plan(row, DELAYED, optimizer=make_optimizer())
 
 
 @pytest.mark.parametrize(
@@ -197,14 +160,15 @@ def test_a_delay_begins_and_ends_at_a_checkpoint(tmp_path):
     train(1, {}, checkpoint=tmp_path / "run")
     trainer, losses = train(3, DELAYED, checkpoint=tmp_path / "run")
     before = bits(trainer)
-    trainer, more = train(4, {}, checkpoint=tmp_path / "run")
+    with pytest.warns(UserWarning, match="one update is left out"):
+        trainer, more = train(4, {}, checkpoint=tmp_path / "run")
     assert len(losses + more) == 3
     assert not any("delayed" in name for name in bits(trainer))
     assert any("delayed" in name for name in before)
 
 
 def test_another_mesh_continues_with_the_gradients_that_wait(tmp_path):
-    rows = Row(zero=1), Row(zero=3, devices=2)
+    rows = LateRow(zero=1), LateRow(zero=3, devices=2)
     plans = [delayed_plan(row) for row in rows]
     run = advance(plans[0], init_state(plans[0], 0), range(3), batch=regression_batch)
     portable = to_portable_state(plans[0], run.state)
@@ -217,6 +181,25 @@ def test_another_mesh_continues_with_the_gradients_that_wait(tmp_path):
     )
     stayed = advance(plans[0], run.state, range(3, 6), batch=regression_batch)
     np.testing.assert_allclose(moved.losses, stayed.losses, rtol=0, atol=TOLERANCE)
+
+
+def test_resharding_says_that_an_update_is_left_out():
+    plan, new = (
+        delayed_plan(LateRow(zero=1)),
+        plan_for(
+            function_model()[0],
+            loss=regression_loss,
+            batch=regression_batch,
+            devices=2,
+            zero=3,
+            optimizer=make_optimizer(),
+        ),
+    )
+    state = init_state(plan, 0)
+    assert "delayed" not in reshard_state(plan, new, state)  # nothing waits
+    run = advance(plan, state, range(2), batch=regression_batch)
+    with pytest.warns(UserWarning, match="one update is left out"):
+        assert "delayed" not in reshard_state(plan, new, run.state)
 
 
 @pytest.mark.slow
@@ -266,6 +249,6 @@ def test_a_derivative_of_the_models_own_gets_the_gradient_of_the_mean():
 
 
 def test_too_little_host_memory_is_not_answered_with_files():
-    remedies = list(host_remedies(delayed_plan(Row(zero=1)), needed=2**20, there=2**10))
+    remedies = list(host_remedies(delayed_plan(LateRow(zero=1)), needed=2**20, there=2**10))
     assert remedies
     assert not [remedy for remedy in remedies if "opt_state" in remedy]

@@ -5,7 +5,6 @@ numbers, but XLA may sum a gradient in another order: without ZeRO the gradients
 summed over devices layer by layer. Then values differ by the rounding of float32.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.support.late_updates import ROWS, LateRow, late_plan
 from tests.support.pipeline_runs import function_model
 from tests.support.small_models import reference_model, regression_loss
 from tests.support.trajectories import advance, plan_for, regression_batch
@@ -65,45 +65,8 @@ def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> No
         np.testing.assert_allclose(other[name], value, rtol=0, atol=ROUNDING, err_msg=name)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One way to train; `layers` has a number of layers with fewer iterations of the loop."""
-
-    zero: int
-    devices: int = 4
-    mesh: tuple[tuple[str, int], ...] = ()
-    share: float = 0.0
-    has_bits: bool = True
-    is_slow: bool = True
-
-    def __str__(self) -> str:
-        return f"zero{self.zero}-{self.devices}-{dict(self.mesh)}-{self.share}"
-
-
-ROWS = [
-    Row(zero=1, is_slow=False),
-    Row(zero=3, share=0.05, is_slow=False),
-    Row(zero=1, devices=1, share=0.1),
-    Row(zero=0, has_bits=False),
-    Row(zero=2, mesh=(("replica", 2), ("data", 2))),
-    Row(zero=3, devices=2, has_bits=False),
-]
-
-
-def make(row: Row, offload: dict[str, Any], **changes: Any) -> Any:
-    model, _ = function_model()
-    state = {"device": row.share, "host": 1 - row.share} if row.share else "host"
-    options = {
-        "loss": regression_loss,
-        "batch": regression_batch,
-        "devices": row.devices,
-        "mesh": dict(row.mesh),
-        "zero": row.zero,
-        "optimizer": make_optimizer(),
-        "persistence_threshold": 10,
-        **changes,
-    }
-    return plan_for(model, offload={**offload, "opt_state": state}, **options)
+def make(row: LateRow, offload: dict[str, Any], **changes: Any) -> Any:
+    return late_plan(row, offload, **{"optimizer": make_optimizer(), **changes})
 
 
 @pytest.mark.parametrize(
@@ -177,8 +140,8 @@ def test_a_step_goes_on_from_a_finished_state_with_the_same_bits():
 
 
 def test_a_finished_state_moves_to_other_plans():
-    old, new = make(ROWS[0], FORWARD), make(Row(zero=3, devices=2), FORWARD)
-    plain = make(Row(zero=2, devices=2), PLAIN)
+    old, new = make(ROWS[0], FORWARD), make(LateRow(zero=3, devices=2), FORWARD)
+    plain = make(LateRow(zero=2, devices=2), PLAIN)
     run = advance(old, init_state(old, 0), range(3), batch=regression_batch)
     state = build_finish(old)(run.state)
     held = jax.tree.map(np.asarray, to_portable_state(old, state))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.config.checks import warn_user
 from zerojax.optim import Optimizer
 from zerojax.passes.update import ThisStep, clipped_scale
 from zerojax.placement.decisions import Decisions
@@ -86,3 +87,11 @@ def check_nothing_waits(plan: Decisions, state: TrainState, what: str) -> None:
             "state (offload.update_in_forward); write state = zerojax.build_finish(plan)(state) "
             "first, and continue with the returned state"
         )
+
+
+def warn_of_dropped() -> None:
+    """Warns that a state goes on under a plan that has no place for its waiting gradients."""
+    warn_user(
+        "the gradients of the last step wait in this state (offload.delayed_update), and the new "
+        "plan has no delay: that one update is left out; keep offload.delayed_update to use it"
+    )

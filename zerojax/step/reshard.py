@@ -27,7 +27,7 @@ from zerojax.offload.sliced_state import (
     join_params,
     join_state,
 )
-from zerojax.offload.waiting import check_nothing_waits
+from zerojax.offload.waiting import check_nothing_waits, warn_of_dropped
 from zerojax.optim import StateCoding, Weights, coding_of, ema_of, is_average
 from zerojax.placement.layer_stacks import StackRows, group_rows, ungroup_rows
 from zerojax.placement.optional_parts import no_gradients
@@ -413,6 +413,10 @@ def reshard_state(
 
     Raises:
       ValueError: the two plans describe different states.
+
+    Warns:
+      UserWarning: gradients wait in `state` (`offload.delayed_update`), and `new` has no delay.
+        Their update is left out.
     """
     if old.fingerprint != new.fingerprint:
         raise ValueError(
@@ -423,9 +427,12 @@ def reshard_state(
     if disk := state.get("disk"):
         disk.close()
     wanted = _apart(new.abstract_portable)[0]
-    if (DELAYED in portable) != (DELAYED in wanted):  # gradients that wait are dropped
-        for form in (portable, wanted):
-            form.pop(DELAYED, None)
+    if DELAYED in portable and DELAYED not in wanted:
+        waits: Any = portable.pop(DELAYED)
+        if not bool(waits["skip"]):
+            warn_of_dropped()
+    elif DELAYED not in portable:
+        wanted.pop(DELAYED, None)
     moved = convert(portable, wanted)
     return from_portable_state(new, _joined(moved, kept), data_state=data_state)
 

@@ -22,6 +22,7 @@ from zerojax.features.one_bit.sign_plan import errors_begin_anew
 from zerojax.offload.disk_durable import AnotherPlanError, resume, resume_step
 from zerojax.offload.disk_saving import saved_names, write_pieces
 from zerojax.offload.sliced_state import average_like
+from zerojax.offload.waiting import warn_of_dropped
 from zerojax.optim import COUNT, EMA, EmaState, Weights
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.placement.optional_parts import copies_begin_anew
@@ -177,6 +178,10 @@ def restore_state(
       at_start: True if the run is starting. Durable offload files are then used if they hold a
         later step than the newest undamaged checkpoint; the first result has their step and data
         state, and its own `state` is None.
+
+    Warns:
+      UserWarning: gradients wait in the checkpoint (`offload.delayed_update`), and the plan has no
+        delay. Their update is left out.
     """
     unread = []
     if plan.offload is not None and plan.offload.off_device:
@@ -202,6 +207,8 @@ def restore_state(
         return dataclasses.replace(restored, data_state=data_state or {}), state
     data_state = restored.data_state or None
     portable = restored.state
+    if DELAYED not in abstract and any(name.startswith(f"{DELAYED}/") for name in restored.arrays):
+        warn_of_dropped()
     if has_average and AVERAGE_COUNT not in restored.arrays:
         portable = {**portable, "opt_state": _with_new_average(portable)}
     return restored, from_portable_state(plan, portable, data_state=data_state)
